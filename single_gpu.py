@@ -41,25 +41,27 @@ class Trainer:
         stop: torch.Tensor,
         args: argparse.Namespace,
     ) -> None:
-        self.device = device
+        self.device, self.stop, self.args = device, stop, args
         self.model = model.to(device)
-        self.train_data = train_data
-        self.test_data = test_data
+        self.train_data, self.test_data = train_data, test_data
         self.optimizer = optimizer
-        self.stop = stop
-        self.args = args
         self.epoch = 0  # the epoch in progress
         self.samples_seen = 0  # those of its samples that the job has trained on
         self.loss_sum = torch.zeros((), device=device)  # over these samples
-        self.stopped = False
+        self.stopped = 0  # by the signal of this number
         if args.resume:
             self._load_snapshot()
+        self.writer = None
+        if args.log_dir:
+            from torch.utils.tensorboard import SummaryWriter  # an extra, and slow to import
 
-    def _run_batch(self, source: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            self.writer = SummaryWriter(args.log_dir, purge_step=self.epoch)
+
+    def _run_batch(self, source: torch.Tensor, targets: torch.Tensor, count: int) -> torch.Tensor:
         self.optimizer.zero_grad()
         output = self.model(source)
         loss = F.cross_entropy(output, targets, reduction="sum")
-        (loss / len(targets)).backward()
+        (loss / count).backward()
         self.optimizer.step()
         return loss.detach()
 
@@ -71,15 +73,15 @@ class Trainer:
         self.model.train()
         progress = tqdm(self.train_data, leave=False, disable=self.args.no_progress or None)
         for step, (source, targets) in enumerate(progress, start=1):
-            count = len(targets)
             source = source.to(self.device, non_blocking=True)
             targets = targets.to(self.device, non_blocking=True)
-            loss = self._run_batch(source, targets)
+            count = len(targets)
+            loss = self._run_batch(source, targets, count)
             self.loss_sum += loss
             self.samples_seen += count
             if log_interval and step % log_interval == 0:
                 log(f"Epoch {epoch} | Step {step} | Loss: {loss.item() / count:.6f}")
-            self.stopped = self.stop.item() > 0
+            self.stopped = self.stop.item()
             if self.stopped:
                 break
         progress.close()
@@ -105,7 +107,7 @@ class Trainer:
             "epoch": self.epoch,
             "samples_seen": self.samples_seen,
             "loss_sum": self.loss_sum.item(),
-            "rng_states": [get_rng_state(self.device)],  # one for each rank
+            "rng_states": [get_rng_state(self.device)],  # of each rank
             "settings": vars(self.args),
         }
         # Whole or not at all: if this fails half-way, the snapshot before it is still there.
@@ -119,18 +121,17 @@ class Trainer:
     def _read_snapshot(self) -> dict | None:
         path = self.args.snapshot_path
         if not os.path.exists(path):
-            log(f"No snapshot at {path}, starting from the beginning")
             return None
         try:
             snapshot = torch.load(path, map_location="cpu", weights_only=True)
             for name in ("dataset", "model", "seed"):
                 then, now = snapshot["settings"][name], getattr(self.args, name)
                 if then != now:
-                    raise ValueError(f"it was made with --{name} {then}, this run has {now}")
+                    raise ValueError(f"made with --{name} {then}, and this run has {now}")
             self.model.load_state_dict(snapshot["model"])
         except Exception as error:  # torch.load and load_state_dict raise nearly everything
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            sys.exit(f"error: cannot resume from {path} ({reason}): move it away or name another")
+            sys.exit(f"error: cannot resume from {path} ({reason}): name another --snapshot-path")
         return snapshot
 
     def _load_snapshot(self) -> None:
@@ -141,51 +142,41 @@ class Trainer:
         self.optimizer.load_state_dict(snapshot["optimizer"])
         for group in self.optimizer.param_groups:  # the command line overrules the snapshot
             group.update(lr=self.args.lr, momentum=self.args.momentum)
-        self.epoch = snapshot["epoch"]
-        self.samples_seen = snapshot["samples_seen"]
+        self.epoch, self.samples_seen = snapshot["epoch"], snapshot["samples_seen"]
         self.loss_sum.fill_(snapshot["loss_sum"])
         set_rng_state(snapshot["rng_states"][0], self.device)
         log(f"Resuming training from snapshot at Epoch {self.epoch}, sample {self.samples_seen}")
 
     def train(self, total_epochs: int) -> None:
-        path, save_every, writer = self.args.snapshot_path, self.args.save_every, None
+        path, save_every = self.args.snapshot_path, self.args.save_every
         samples, total = len(self.train_data.dataset), len(self.test_data.dataset)
-        if self.args.log_dir:
-            from torch.utils.tensorboard import SummaryWriter  # an extra, and slow to import
-
-            writer = SummaryWriter(self.args.log_dir, purge_step=self.epoch)
         for epoch in range(self.epoch, total_epochs):
             seen, start = self.samples_seen, time.perf_counter()
             self._run_epoch(epoch)
             if self.device.type != "cpu":
-                torch.accelerator.synchronize()  # the device is behind the clock
+                torch.accelerator.synchronize()  # the clock must not stop before the device
             rate = (self.samples_seen - seen) / (time.perf_counter() - start)
             if self.stopped:
                 self._save_snapshot()
-                log(f"Epoch {epoch} | Stopped after {self.samples_seen} samples, saved at {path}")
-                break
+                log(f"Epoch {epoch} | Stopped at sample {self.samples_seen}, saved at {path}")
+                return
             sums = torch.stack((self.loss_sum, *self._evaluate()))
             train_loss, test_loss, correct = sums.tolist()
-            train_loss, test_loss, accuracy = (
-                train_loss / samples,
-                test_loss / total,
-                correct / total,
-            )
+            train_loss, test_loss = train_loss / samples, test_loss / total
             losses = f"Train loss: {train_loss:.4f} | Test loss: {test_loss:.4f}"
-            score = f"Accuracy: {correct:.0f}/{total} ({accuracy:.2%})"
-            log(f"Epoch {epoch} | {losses} | {score} | {rate:.0f} samples/s")
-            if writer:
-                writer.add_scalar("loss/train", train_loss, epoch)
-                writer.add_scalar("loss/test", test_loss, epoch)
-                writer.add_scalar("accuracy", accuracy, epoch)
-                writer.add_scalar("samples_per_second", rate, epoch)
+            accuracy = f"Accuracy: {correct:.0f}/{total} ({correct / total:.2%})"
+            log(f"Epoch {epoch} | {losses} | {accuracy} | {rate:.0f} samples/s")
+            if self.writer:
+                self.writer.add_scalar("loss/train", train_loss, epoch)
+                self.writer.add_scalar("loss/test", test_loss, epoch)
+                self.writer.add_scalar("accuracy", correct / total, epoch)
+                self.writer.add_scalar("samples_per_second", rate, epoch)
+                self.writer.flush()
             self.epoch, self.samples_seen = epoch + 1, 0
             self.loss_sum.zero_()
             if self.epoch % save_every == 0 or self.epoch == total_epochs:
                 self._save_snapshot()
                 log(f"Epoch {epoch} | Training checkpoint saved at {path}")
-        if writer:
-            writer.close()
 
 
 def load_train_objs(args: argparse.Namespace) -> tuple:
@@ -215,7 +206,7 @@ def log(line: str) -> None:
 def catch_stop_signals(stop: torch.Tensor) -> None:
     def on_signal(signum: int, frame: object) -> None:
         stop.fill_(signum)
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # the second Ctrl-C kills
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C
 
     signal.signal(signal.SIGINT, on_signal)
     signal.signal(signal.SIGTERM, on_signal)
@@ -223,13 +214,8 @@ def catch_stop_signals(stop: torch.Tensor) -> None:
 
 def device_names() -> list[str]:
     found = torch.accelerator.current_accelerator(check_available=True)
-    if not found:
-        return ["cpu"]
-    return [
-        found.type,
-        *(f"{found.type}:{i}" for i in range(torch.accelerator.device_count())),
-        "cpu",
-    ]
+    count = torch.accelerator.device_count() if found else 0
+    return [found.type, *(f"{found.type}:{i}" for i in range(count)), "cpu"] if found else ["cpu"]
 
 
 def parse_args() -> argparse.Namespace:
@@ -256,14 +242,13 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     args.model = args.model or DEFAULT_MODEL[args.dataset]
     args.device = devices[0] if args.device == "auto" else args.device
-    least = dict.fromkeys(("total_epochs", "save_every", "batch_size", "test_batch_size"), 1)
-    least |= dict.fromkeys(("lr", "momentum", "seed", "log_interval"), 0)
-    for name, low in least.items():
-        if not low <= getattr(args, name) < 2**32:
-            parser.error(f"{name} is {getattr(args, name)}: it must be {low} or more")
+    for name, value in vars(args).items():
+        low = 0 if name in ("lr", "momentum", "seed", "log_interval") else 1
+        if type(value) in (int, float) and not low <= value < 2**32:
+            parser.error(f"{name} is {value}: it must be {low} or more, and below 2**32")
     folder = os.path.dirname(args.snapshot_path) or "."
     if os.path.isdir(args.snapshot_path) or not os.access(folder, os.W_OK):
-        parser.error(f"--snapshot-path {args.snapshot_path}: not a file in a folder to write to")
+        parser.error(f"--snapshot-path {args.snapshot_path}: name a file in a folder to write to")
     if args.log_dir and not importlib.util.find_spec("tensorboard"):
         parser.error("--log-dir needs TensorBoard: pip install tensorboard")
     return args
@@ -282,11 +267,11 @@ def main(args: argparse.Namespace, stop: torch.Tensor) -> None:
     catch_stop_signals(stop)
     trainer.train(args.total_epochs)
     if trainer.stopped:
-        sys.exit(128 + stop.item())  # as shells report a signal: the job is not done
+        sys.exit(128 + trainer.stopped)  # the shells' number for a signal: not done yet
 
 
 if __name__ == "__main__":
-    args, started = parse_args(), time.perf_counter()
+    args, start = parse_args(), time.perf_counter()
     line = "total_epochs: {total_epochs}, save_every: {save_every}, batch_size: {batch_size}"
     log(line.format(**vars(args)))
     try:
@@ -295,4 +280,4 @@ if __name__ == "__main__":
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
-    log(f"Total time: {time.perf_counter() - started:.3f}s")
+    log(f"Total time: {time.perf_counter() - start:.3f}s")
