@@ -366,6 +366,7 @@ def main(
     trainer = Trainer(model, train_data, test_data, optimizer, device, stop, args)
     catch_stop_signals(stop)
     trainer.train(args.total_epochs)
+    dist.barrier()  # a process that exits right after an all-reduce may crash gloo's threads
     dist.destroy_process_group()
     if trainer.stopped:
         sys.exit(128 + trainer.stopped)  # the shells' number for a signal: not done yet

@@ -1,0 +1,289 @@
+"""Train on all devices of this host from one process, with nn.DataParallel.
+
+    python data_parallel.py                             all devices that torch finds
+    CUDA_VISIBLE_DEVICES=0,2 python data_parallel.py    these two; with none named, the CPU
+    python data_parallel.py --batch-size 128            128 over all devices: 32 each on four
+    python data_parallel.py --help                      all options
+
+Here is what DataParallel does in every step. It *scatters* the batch over the devices, in chunks;
+*replicates* the model from device 0 to all others; runs the replicas, each in a Python thread;
+*gathers* the outputs on device 0, where the loss is computed and backward() starts; and adds up
+the gradients there. One optimizer on device 0 takes the step.
+
+It is kept for the code that uses it. DDP (ddp_spawn.py) has replaced it, as torch's own
+documentation says: here the weights travel anew in every step, the threads share one GIL, device
+0 holds all outputs and does all of the loss and the update while the others wait, and it ends at
+one host. DDP keeps a replica in a process of its own and sends nothing but gradients, during the
+backward pass. What goes in and comes out is the same for both, and that of single_gpu.py.
+"""
+
+import argparse
+import importlib.util
+import os
+import signal
+import sys
+import time
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
+from tqdm import tqdm
+
+from common.data import DATASETS, DataError, ShardedBatchSampler, collate, load_dataset
+from common.model import DEFAULT_MODEL, MODELS, build_model
+from common.seed import get_rng_state, set_rng_state, set_seed
+
+
+class Trainer:
+    def __init__(
+        self,
+        model: nn.Module,
+        train_data: DataLoader,
+        test_data: DataLoader,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        stop: torch.Tensor,
+        args: argparse.Namespace,
+    ) -> None:
+        self.device, self.stop, self.args = device, stop, args
+        self.model = nn.DataParallel(model.to(device))  # over all devices that torch finds
+        self.train_data, self.test_data = train_data, test_data
+        self.optimizer = optimizer
+        self.epoch = 0  # the epoch in progress
+        self.samples_seen = 0  # those of its samples that the job has trained on
+        self.loss_sum = torch.zeros((), device=device)  # over these samples
+        self.stopped = 0  # by the signal of this number
+        count = len(self.model.device_ids)
+        split = f"split over {count} devices" if count > 1 else "not split: there is one device"
+        log(f"DataParallel on {device} | Batches are {split}")
+        if args.resume:
+            self._load_snapshot()
+        self.writer = None
+        if args.log_dir:
+            from torch.utils.tensorboard import SummaryWriter  # an extra, and slow to import
+
+            self.writer = SummaryWriter(args.log_dir, purge_step=self.epoch)
+
+    def _run_batch(self, source: torch.Tensor, targets: torch.Tensor, count: int) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        output = self.model(source)
+        # On the gathered outputs: a mean of per-device means is wrong where chunks are uneven.
+        loss = F.cross_entropy(output, targets, reduction="sum")
+        (loss / count).backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def _run_epoch(self, epoch: int) -> None:
+        b_sz, log_interval = self.args.batch_size, self.args.log_interval
+        name = self.device.type.upper().replace("CUDA", "GPU")
+        self.train_data.batch_sampler.set_epoch(epoch, self.samples_seen)
+        log(f"[{name}0] Epoch {epoch} | Batchsize: {b_sz} | Steps: {len(self.train_data)}")
+        self.model.train()
+        progress = tqdm(self.train_data, leave=False, disable=self.args.no_progress or None)
+        for step, (source, targets) in enumerate(progress, start=1):
+            source = source.to(self.device, non_blocking=True)
+            targets = targets.to(self.device, non_blocking=True)
+            count = len(targets)
+            loss = self._run_batch(source, targets, count)
+            self.loss_sum += loss
+            self.samples_seen += count
+            if log_interval and step % log_interval == 0:
+                log(f"Epoch {epoch} | Step {step} | Loss: {loss.item() / count:.6f}")
+            self.stopped = self.stop.item()
+            if self.stopped:
+                break
+        progress.close()
+
+    @torch.no_grad()
+    def _evaluate(self) -> tuple[torch.Tensor, torch.Tensor]:
+        self.model.eval()
+        loss_sum = torch.zeros((), device=self.device)
+        correct = torch.zeros((), device=self.device)
+        for source, targets in self.test_data:
+            source = source.to(self.device, non_blocking=True)
+            targets = targets.to(self.device, non_blocking=True)
+            output = self.model(source)
+            loss_sum += F.cross_entropy(output, targets, reduction="sum")
+            correct += (output.argmax(dim=1) == targets).sum()
+        return loss_sum, correct
+
+    def _save_snapshot(self) -> None:
+        snapshot = {
+            "model": self.model.module.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": {},
+            "epoch": self.epoch,
+            "samples_seen": self.samples_seen,
+            "loss_sum": self.loss_sum.item(),
+            "rng_states": [get_rng_state(self.device)],  # of each rank
+            "settings": vars(self.args),
+        }
+        # Whole or not at all: if this fails half-way, the snapshot before it is still there.
+        temporary = f"{self.args.snapshot_path}.tmp"
+        with open(temporary, "wb") as file:
+            torch.save(snapshot, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, self.args.snapshot_path)
+
+    def _read_snapshot(self) -> dict | None:
+        path = self.args.snapshot_path
+        if not os.path.exists(path):
+            return None
+        try:
+            snapshot = torch.load(path, map_location="cpu", weights_only=True)
+            for name in ("dataset", "model", "seed"):
+                then, now = snapshot["settings"][name], getattr(self.args, name)
+                if then != now:
+                    raise ValueError(f"made with --{name} {then}, and this run has {now}")
+            self.model.module.load_state_dict(snapshot["model"])
+        except Exception as error:  # torch.load and load_state_dict raise nearly everything
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            sys.exit(f"error: cannot resume from {path} ({reason}): name another --snapshot-path")
+        return snapshot
+
+    def _load_snapshot(self) -> None:
+        snapshot = self._read_snapshot()
+        if snapshot is None:
+            return
+        self.model.module.load_state_dict(snapshot["model"])
+        self.optimizer.load_state_dict(snapshot["optimizer"])
+        for group in self.optimizer.param_groups:  # the command line overrules the snapshot
+            group.update(lr=self.args.lr, momentum=self.args.momentum)
+        self.epoch, self.samples_seen = snapshot["epoch"], snapshot["samples_seen"]
+        self.loss_sum.fill_(snapshot["loss_sum"])
+        set_rng_state(snapshot["rng_states"][0], self.device)
+        log(f"Resuming training from snapshot at Epoch {self.epoch}, sample {self.samples_seen}")
+
+    def train(self, total_epochs: int) -> None:
+        path, save_every = self.args.snapshot_path, self.args.save_every
+        samples, total = len(self.train_data.dataset), len(self.test_data.dataset)
+        for epoch in range(self.epoch, total_epochs):
+            seen, start = self.samples_seen, time.perf_counter()
+            self._run_epoch(epoch)
+            if self.device.type != "cpu":
+                torch.accelerator.synchronize()  # the clock must not stop before the device
+            rate = (self.samples_seen - seen) / (time.perf_counter() - start)
+            if self.stopped:
+                self._save_snapshot()
+                log(f"Epoch {epoch} | Stopped at sample {self.samples_seen}, saved at {path}")
+                return
+            sums = torch.stack((self.loss_sum, *self._evaluate()))
+            train_loss, test_loss, correct = sums.tolist()
+            train_loss, test_loss = train_loss / samples, test_loss / total
+            losses = f"Train loss: {train_loss:.4f} | Test loss: {test_loss:.4f}"
+            accuracy = f"Accuracy: {correct:.0f}/{total} ({correct / total:.2%})"
+            log(f"Epoch {epoch} | {losses} | {accuracy} | {rate:.0f} samples/s")
+            if self.writer:
+                self.writer.add_scalar("loss/train", train_loss, epoch)
+                self.writer.add_scalar("loss/test", test_loss, epoch)
+                self.writer.add_scalar("accuracy", correct / total, epoch)
+                self.writer.add_scalar("samples_per_second", rate, epoch)
+                self.writer.flush()
+            self.epoch, self.samples_seen = epoch + 1, 0
+            self.loss_sum.zero_()
+            if self.epoch % save_every == 0 or self.epoch == total_epochs:
+                self._save_snapshot()
+                log(f"Epoch {epoch} | Training checkpoint saved at {path}")
+
+
+def load_train_objs(args: argparse.Namespace) -> tuple:
+    train_set, test_set = load_dataset(args.dataset, args.data_dir)  # load your dataset
+    set_seed(args.seed, deterministic=args.deterministic)
+    model = build_model(args.model, train_set.images.shape[1:])  # load your model
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
+    return train_set, test_set, model, optimizer
+
+
+def prepare_dataloader(dataset: Dataset, sampler: Sampler, device: torch.device) -> DataLoader:
+    return DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        collate_fn=collate,
+        num_workers=0,  # the data are in memory; with files on disk, 4 or more
+        pin_memory=device.type not in ("cpu", "mps"),
+        generator=torch.Generator(),  # its own, so that it draws nothing from the model's
+    )
+
+
+def log(line: str) -> None:
+    tqdm.write(f"{line}\n", end="")  # one write, above the progress bar
+    sys.stdout.flush()
+
+
+def catch_stop_signals(stop: torch.Tensor) -> None:
+    def on_signal(signum: int, frame: object) -> None:
+        stop.fill_(signum)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C
+
+    signal.signal(signal.SIGINT, on_signal)
+    signal.signal(signal.SIGTERM, on_signal)
+
+
+def device_names() -> list[str]:
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return [found.type if found else "cpu"]  # DataParallel takes no other
+
+
+def parse_args() -> argparse.Namespace:
+    usage = "%(prog)s [total_epochs] [save_every] [options]"
+    parser = argparse.ArgumentParser(usage=usage, description=__doc__.split("\n")[0])
+    add, devices = parser.add_argument, device_names()
+    add("total_epochs", nargs="?", type=int, default=5, help="total epochs to train the model")
+    add("save_every", nargs="?", type=int, default=1, help="how often to save a snapshot")
+    add("--batch-size", "--batch_size", type=int, default=32, help="samples a step, all devices")
+    add("--test-batch-size", type=int, default=1000, help="the same in evaluation")
+    add("--lr", type=float, default=0.01, help="learning rate of SGD")
+    add("--momentum", type=float, default=0.9, help="momentum of SGD")
+    add("--dataset", choices=DATASETS, default="digits", help="digits needs no download")
+    add("--data-dir", default="data", help="where torchvision keeps or downloads the others")
+    add("--model", choices=MODELS, help="default: what suits the data set")
+    add("--seed", type=int, default=42)
+    add("--deterministic", action="store_true", help="deterministic kernels on an accelerator")
+    add("--device", choices=["auto", *devices], default="auto")
+    add("--snapshot-path", default="checkpoint.pt")
+    add("--resume", action="store_true", help="go on from the snapshot where there is one")
+    add("--log-interval", type=int, default=0, help="steps between loss lines (0: none)")
+    add("--log-dir", help="folder for TensorBoard's event files")
+    add("--no-progress", action="store_true", help="no progress bar")
+    args = parser.parse_args()
+    args.model = args.model or DEFAULT_MODEL[args.dataset]
+    args.device = devices[0] if args.device == "auto" else args.device
+    for name, value in vars(args).items():
+        low = 0 if name in ("lr", "momentum", "seed", "log_interval") else 1
+        if type(value) in (int, float) and not low <= value < 2**32:
+            parser.error(f"{name} is {value}: it must be {low} or more, and below 2**32")
+    folder = os.path.dirname(args.snapshot_path) or "."
+    if os.path.isdir(args.snapshot_path) or not os.access(folder, os.W_OK):
+        parser.error(f"--snapshot-path {args.snapshot_path}: name a file in a folder to write to")
+    if args.log_dir and not importlib.util.find_spec("tensorboard"):
+        parser.error("--log-dir needs TensorBoard: pip install tensorboard")
+    return args
+
+
+def main(args: argparse.Namespace, stop: torch.Tensor) -> None:
+    device = torch.device(args.device)
+    train_set, test_set, model, optimizer = load_train_objs(args)
+    train_sampler = ShardedBatchSampler(train_set, args.batch_size, 1, 0, args.seed)
+    test_sampler = BatchSampler(range(len(test_set)), args.test_batch_size, drop_last=False)
+    train_data = prepare_dataloader(train_set, train_sampler, device)
+    test_data = prepare_dataloader(test_set, test_sampler, device)
+    trainer = Trainer(model, train_data, test_data, optimizer, device, stop, args)
+    catch_stop_signals(stop)
+    trainer.train(args.total_epochs)
+    if trainer.stopped:
+        sys.exit(128 + trainer.stopped)  # the shells' number for a signal: not done yet
+
+
+if __name__ == "__main__":
+    args, start = parse_args(), time.perf_counter()
+    line = "total_epochs: {total_epochs}, save_every: {save_every}, batch_size: {batch_size}"
+    log(line.format(**vars(args)))
+    try:
+        main(args, stop=torch.zeros((), dtype=torch.int32))
+    except (DataError, OSError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    log(f"Total time: {time.perf_counter() - start:.3f}s")
