@@ -1,0 +1,184 @@
+"""Running the real command lines: each in a session of its own, watched for what it leaves."""
+
+import os
+import re
+import signal
+import struct
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+SITE = ROOT / "tests" / "site"
+sys.path.insert(0, str(ROOT))
+
+SCRIPTS = ("single_gpu.py", "data_parallel.py", "ddp_spawn.py")
+EPOCH = re.compile(
+    r"^Epoch (\d+) \| Train loss: (\S+) \| Test loss: (\S+) \| "
+    r"Accuracy: (\d+)/(\d+) \((\S+)%\) \| (\d+) samples/s$",
+    re.M,
+)
+
+
+class Job:
+    """A script that was started; `finish` waits for it and checks that no process is left."""
+
+    def __init__(self, command: list[str], folder: Path, env: dict[str, str]) -> None:
+        self.mark = uuid.uuid4().hex
+        env = {**os.environ, **env, "LADDER_MARK": self.mark, "PYTHONUNBUFFERED": "1"}
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(SITE), env.get("PYTHONPATH"))))
+        self.folder, self.output = folder, folder / f"output-{self.mark}"
+        with self.output.open("wb") as out:
+            self.process = subprocess.Popen(
+                command,
+                cwd=folder,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def wait_for(self, pattern: str, seconds: float = 60) -> None:
+        """Return as soon as the output has `pattern`."""
+        end = time.monotonic() + seconds
+        while not re.search(pattern, self.text, re.M):
+            assert self.process.poll() is None, f"ended without {pattern!r}:\n{self.text}"
+            assert time.monotonic() < end, f"no {pattern!r} in {seconds} s:\n{self.text}"
+            time.sleep(0.01)
+
+    def pids(self) -> list[int]:
+        """All living processes of the job, the parent first, the workers by age."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
+                    if state != "Z" and self.mark.encode() in (entry / "environ").read_bytes():
+                        found.append(int(entry.name))
+                except OSError:
+                    continue
+        return sorted(found)
+
+    def workers(self) -> list[int]:
+        """The processes that mp.spawn started, by rank."""
+        workers = []
+        for pid in self.pids():
+            try:
+                if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    workers.append(pid)
+            except OSError:
+                continue
+        return workers
+
+    def finish(self, status: int | None = 0, seconds: float = 120) -> str:
+        """The whole output, once the job has ended with `status` and left no process behind."""
+        try:
+            self.process.wait(seconds)
+            end = time.monotonic() + 10
+            while (left := self.pids()) and time.monotonic() < end:
+                time.sleep(0.05)
+            assert not left, f"still running: {left}\n{self.text}"
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"not done after {seconds} s:\n{self.text}")
+        finally:
+            self.kill()
+        if status is not None:
+            assert self.process.returncode == status, self.text
+        return self.text
+
+    def kill(self) -> None:
+        for pid in self.pids():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self.process.wait()
+
+
+@pytest.fixture
+def start(tmp_path):
+    """start(script, *arguments, **environment) -> Job, in the test's own folder."""
+    jobs = []
+
+    def start(script: str, *arguments: object, folder: Path = tmp_path, **env: object) -> Job:
+        command = [sys.executable, str(ROOT / script), *map(str, arguments)]
+        jobs.append(Job(command, folder, {name: str(value) for name, value in env.items()}))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.kill()
+
+
+@pytest.fixture
+def run(start):
+    """run(script, *arguments, status=0, **environment) -> output."""
+
+    def run(script: str, *arguments: object, status: int = 0, **env: object) -> str:
+        return start(script, *arguments, **env).finish(status)
+
+    return run
+
+
+def epochs(text: str) -> list[dict[str, float]]:
+    """The epoch lines of an output."""
+    names = ("epoch", "train_loss", "test_loss", "correct", "total", "accuracy", "rate")
+    return [dict(zip(names, map(float, found), strict=True)) for found in EPOCH.findall(text)]
+
+
+def losses(text: str) -> list[float]:
+    """The loss of every step, with --log-interval 1."""
+    return [float(value) for value in re.findall(r"\| Step \d+ \| Loss: (\S+)", text)]
+
+
+def load(path: Path) -> dict:
+    return torch.load(path, weights_only=True)
+
+
+def difference(a: dict, b: dict) -> float:
+    """The largest difference between two snapshots' weights and momenta."""
+    assert a["model"].keys() == b["model"].keys()
+    assert a["optimizer"]["state"].keys() == b["optimizer"]["state"].keys()
+    pairs = [(a["model"][name], b["model"][name]) for name in a["model"]]
+    for index, state in a["optimizer"]["state"].items():
+        pairs.append((state["momentum_buffer"], b["optimizer"]["state"][index]["momentum_buffer"]))
+    return max((x.double() - y.double()).abs().max().item() for x, y in pairs)
+
+
+def idx_files(folder: Path, train: int, test: int, seed: int = 0) -> Path:
+    """Fashion-MNIST-shaped files in torchvision's place below `folder`, learnable, of any size."""
+    raw = folder / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True, exist_ok=True)
+    prototypes = np.random.default_rng(1).integers(0, 256, (10, 28, 28))
+    rng = np.random.default_rng(seed)
+    for part, count in (("train", train), ("t10k", test)):
+        labels = rng.integers(0, 10, count)
+        noise = rng.normal(60, 40, (count, 28, 28))
+        images = np.clip(prototypes[labels] / 2 + noise, 0, 255).astype("u1")
+        header = struct.pack(">IIII", 0x803, count, 28, 28)
+        (raw / f"{part}-images-idx3-ubyte").write_bytes(header + images.tobytes())
+        header = struct.pack(">II", 0x801, count)
+        (raw / f"{part}-labels-idx1-ubyte").write_bytes(header + labels.astype("u1").tobytes())
+    return folder
+
+
+@pytest.fixture
+def fashion(tmp_path):
+    """fashion(train, test) -> the arguments that train on generated files of these sizes."""
+
+    def fashion(train: int, test: int) -> tuple[str, ...]:
+        folder = idx_files(tmp_path / "fashion", train, test)
+        return ("--dataset", "fashion-mnist", "--data-dir", str(folder))
+
+    return fashion

@@ -1,0 +1,125 @@
+"""What the tests change in the scripts from outside; Python imports it in every process started
+with this folder on PYTHONPATH. The scripts know nothing of it. Each hook has a variable:
+
+LADDER_DTYPE=float64     torch's default dtype
+LADDER_TRACE=folder      every batch's indices, a line each, in a file for each process
+LADDER_RAISE=rank:step   cross_entropy raises in that rank at that call
+LADDER_HANG=fsync        os.fsync prints "in fsync" and never returns
+LADDER_MD5=skip          torchvision takes CIFAR-10 files of any checksum
+LADDER_CHUNKS=n          nn.DataParallel splits over n devices, all of them the CPU
+LADDER_FAKE_GPUS=n       torch.accelerator reports n CUDA devices
+"""
+
+import os
+import sys
+import time
+
+hooks = {name[7:]: value for name, value in os.environ.items() if name.startswith("LADDER_")}
+# multiprocessing's resource tracker is a Python process, too, and needs none of this.
+if hooks and not any("resource_tracker" in word for word in sys.orig_argv):
+    import torch
+
+    if "DTYPE" in hooks:
+        torch.set_default_dtype(getattr(torch, hooks["DTYPE"]))
+
+    if "TRACE" in hooks:
+        from torch.utils.data._utils.fetch import _MapDatasetFetcher
+
+        fetch = _MapDatasetFetcher.fetch
+
+        def traced(self, indices):
+            with open(os.path.join(hooks["TRACE"], str(os.getpid())), "a") as file:
+                print(len(self.dataset), *map(int, indices), file=file)
+            return fetch(self, indices)
+
+        _MapDatasetFetcher.fetch = traced
+
+    if "RAISE" in hooks:
+        import torch.nn.functional as F
+
+        rank, left = map(int, hooks["RAISE"].split(":"))
+        cross_entropy = F.cross_entropy
+
+        def failing(*args, **kwargs):
+            global left
+            left -= 1
+            if torch.distributed.is_initialized() and torch.distributed.get_rank() == rank:
+                if left == 0:
+                    raise ArithmeticError("the test's own error")
+            return cross_entropy(*args, **kwargs)
+
+        F.cross_entropy = failing
+
+    if "HANG" in hooks:
+
+        def fsync(descriptor):
+            print("in fsync", flush=True)
+            time.sleep(600)
+
+        os.fsync = fsync
+
+    if "MD5" in hooks:
+        import torchvision.datasets.cifar as cifar
+
+        cifar.check_integrity = lambda path, md5=None: os.path.exists(path)
+
+    if "FAKE_GPUS" in hooks:
+        torch.accelerator.current_accelerator = lambda check_available=False: torch.device("cuda")
+        torch.accelerator.is_available = lambda: True
+        torch.accelerator.device_count = lambda: int(hooks["FAKE_GPUS"])
+        # The rest of torch is told too, so that only the number of devices is refused.
+        torch.distributed.is_backend_available = lambda backend: True
+
+    if "CHUNKS" in hooks:
+        import threading
+
+        class OnTheCPU(torch.nn.DataParallel):
+            """The four primitives that only accelerators have, done for the CPU."""
+
+            def __init__(self, module):
+                super().__init__(module)
+                self.dim, self.output_device = 0, 0
+                self.device_ids = list(range(int(hooks["CHUNKS"])))
+                self.src_device_obj = torch.device("cpu")
+
+            def scatter(self, inputs, kwargs, device_ids):
+                chunks = [(chunk,) for chunk in inputs[0].chunk(len(device_ids))]
+                return chunks, [{} for _ in chunks]
+
+            def replicate(self, module, device_ids):
+                import copy
+
+                # Replicas share the parameters' values, and their gradients flow back to them.
+                replicas = []
+                for _ in device_ids:
+                    replica = copy.deepcopy(module)
+                    for ours, theirs in zip(replica.modules(), module.modules(), strict=True):
+                        for name, parameter in theirs._parameters.items():
+                            if parameter is not None:
+                                del ours._parameters[name]
+                                setattr(ours, name, parameter.view_as(parameter))
+                    replicas.append(replica)
+                return replicas
+
+            def parallel_apply(self, replicas, inputs, kwargs):
+                outputs = [None] * len(replicas)
+                grad = torch.is_grad_enabled()
+
+                def work(i):
+                    with torch.set_grad_enabled(grad):
+                        outputs[i] = replicas[i](*inputs[i], **kwargs[i])
+
+                threads = [threading.Thread(target=work, args=(i,)) for i in range(len(replicas))]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+                sizes = [len(output) for output in outputs]
+                with open("chunks.txt", "a") as file:
+                    print(*sizes, file=file)
+                return outputs
+
+            def gather(self, outputs, output_device):
+                return torch.cat(outputs)
+
+        torch.nn.DataParallel = OnTheCPU

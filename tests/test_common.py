@@ -1,0 +1,185 @@
+"""common/: the models, the data sets, who gets which sample, and the seeds."""
+
+import hashlib
+import io
+import os
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT, idx_files
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
+
+from common.data import ShardedBatchSampler, collate, load_dataset, make_digits
+from common.model import DEFAULT_MODEL, MODELS, build_model
+from common.seed import get_rng_state, set_rng_state, set_seed
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return load_dataset("digits", "unused")
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("shape", [(1, 28, 28), (3, 32, 32), (3, 40, 40)])
+def test_model_takes_any_image_and_returns_logits(name, shape):
+    model = build_model(name, shape)
+    logits = model(torch.randn(4, *shape))
+    assert logits.shape == (4, 10)
+    assert (logits < 0).any() and not torch.allclose(logits.exp().sum(1), torch.ones(4))
+    logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_models_are_those_of_the_tutorials():
+    assert [p.shape[0] for p in MODELS["mlp"]().parameters() if p.ndim == 2] == [512, 512, 10]
+    lenet = [p.shape[0] for p in MODELS["lenet"]().parameters() if p.ndim > 1]
+    assert lenet == [6, 16, 120, 84, 10]
+    assert any(isinstance(m, nn.BatchNorm2d) for m in MODELS["resnet18"]().modules())
+    assert any(isinstance(m, nn.Dropout) for m in MODELS["convnet"]().modules())
+    assert DEFAULT_MODEL.keys() == {"digits", "mnist", "fashion-mnist", "cifar10"}
+
+
+def test_digits_are_uint8_balanced_and_normalised(digits):
+    for dataset, count in zip(digits, (12_000, 2_000), strict=True):
+        assert dataset.images.shape == (count, 1, 28, 28) and dataset.images.dtype == torch.uint8
+        assert dataset.targets.bincount().tolist() == [count // 10] * 10
+        images, _ = dataset.__getitems__(torch.arange(count))
+        assert abs(images.mean()) < 0.05 and abs(images.std() - 1) < 0.05
+    assert not torch.equal(digits[0].images[:2000], digits[1].images)
+
+
+def test_digits_are_the_same_bytes_whatever_the_vector_unit_and_dtype():
+    code = (
+        "import hashlib, sys, torch; torch.set_default_dtype(torch.float64)\n"
+        "from common.data import make_digits\n"
+        "print(hashlib.sha256(make_digits(3000, 0).images.numpy().tobytes()).hexdigest())"
+    )
+    expected = hashlib.sha256(make_digits(3000, 0).images.numpy().tobytes()).hexdigest()
+    env = {**os.environ, "ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": "1"}
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True)
+    assert out.stdout.decode().strip() == expected, out.stderr.decode()
+
+
+def test_digits_are_learnable_but_not_by_a_linear_model(digits):
+    train, test = digits
+    scores = {}
+    for name in ("linear", "convnet"):
+        set_seed(0)
+        linear = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
+        model = linear if name == "linear" else build_model(name, (1, 28, 28))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        sampler = ShardedBatchSampler(train, 64, num_replicas=1, rank=0, seed=0)
+        for epoch in range(4):
+            sampler.set_epoch(epoch)
+            for indices in sampler:
+                source, targets = train.__getitems__(indices)
+                optimizer.zero_grad()
+                F.cross_entropy(model(source), targets).backward()
+                optimizer.step()
+        source, targets = test.__getitems__(torch.arange(len(test)))
+        with torch.no_grad():
+            scores[name] = (model.eval()(source).argmax(1) == targets).double().mean().item()
+    assert 0.5 < scores["linear"] < 0.85 and scores["convnet"] > 0.97, scores
+
+
+def test_batches_are_normalised_as_torchvision_does(tmp_path):
+    from torchvision import datasets, transforms
+
+    idx_files(tmp_path, 50, 20)
+    train, test = load_dataset("fashion-mnist", str(tmp_path))
+    transform = transforms.Compose(
+        [transforms.ToTensor(), transforms.Normalize((0.2860,), (0.3530,))]
+    )
+    reference = datasets.FashionMNIST(str(tmp_path), train=True, transform=transform)
+    images, targets = train.__getitems__([3, 1, 49])
+    assert images.dtype == torch.float32 and len(test) == 20
+    for image, target, index in zip(images, targets, (3, 1, 49), strict=True):
+        assert torch.allclose(image, reference[index][0], atol=1e-5)
+        assert target == reference[index][1]
+        assert torch.equal(train[index][0], image) and train[index][1] == target
+
+
+def test_collate_serves_any_dataset(digits):
+    sampler = BatchSampler(range(10), 4, drop_last=False)
+    plain = TensorDataset(torch.arange(10.0), torch.arange(10))
+    for dataset in (digits[1], plain):
+        loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=collate)
+        assert [len(targets) for _, targets in loader] == [4, 4, 2]
+
+
+@pytest.mark.parametrize("count", [1, 7, 64, 100, 257])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("start", [0, 5, 64])
+def test_sampler_deals_every_sample_once(count, world_size, start):
+    dataset, batch_size, previous = range(count), 8, None
+    for epoch in (0, 1):
+        samplers = [
+            ShardedBatchSampler(dataset, batch_size, world_size, rank, seed=42)
+            for rank in range(world_size)
+        ]
+        for sampler in samplers:
+            sampler.set_epoch(epoch, start)
+        shards = [list(sampler) for sampler in samplers]
+        assert {len(shard) for shard in shards} == {len(samplers[0])}  # as many steps on all ranks
+        generator = torch.Generator().manual_seed(42 + epoch)
+        order = torch.randperm(count, generator=generator).tolist()[start:]
+        window = batch_size * world_size
+        for step in range(len(samplers[0])):
+            dealt = [index for shard in shards for index in shard[step].tolist()]
+            assert sorted(dealt) == sorted(order[step * window : (step + 1) * window])
+            sizes = [len(shard[step]) for shard in shards]
+            assert max(sizes) - min(sizes) <= 1
+        assert len(order) < 32 or order != previous
+        previous = order
+
+
+def test_sampler_has_distributed_samplers_order():
+    dataset = range(96)
+    for rank in range(3):
+        ours = ShardedBatchSampler(dataset, 8, 3, rank, seed=7)
+        theirs = DistributedSampler(dataset, num_replicas=3, rank=rank, seed=7)
+        for epoch in (0, 5):
+            ours.set_epoch(epoch)
+            theirs.set_epoch(epoch)
+            assert torch.cat(list(ours)).tolist() == list(theirs)
+
+
+def draw() -> tuple:
+    return random.random(), np.random.rand(), torch.rand(3).tolist(), torch.randn(5).tolist()
+
+
+def test_seeds_differ_by_rank_and_repeat():
+    draws = {}
+    for rank in (0, 1, 2, 0):
+        set_seed(42, rank)
+        drawn = draw()
+        assert draws.setdefault(rank, drawn) == drawn
+    for values in zip(*draws.values(), strict=True):
+        assert len({str(value) for value in values}) == 3
+    set_seed(2**32 - 1, rank=5)  # NumPy takes 32 bits only
+
+
+def test_rng_state_survives_a_snapshot_that_is_loaded_safely():
+    set_seed(3)
+    draw()
+    buffer = io.BytesIO()
+    torch.save(get_rng_state(torch.device("cpu")), buffer)
+    expected = draw()
+    buffer.seek(0)
+    set_rng_state(torch.load(buffer, weights_only=True), torch.device("cpu"))
+    assert draw() == expected
+
+
+def test_deterministic_kernels_are_optional():
+    code = (
+        "import torch; from common.seed import set_seed\n"
+        "set_seed(1); assert not torch.are_deterministic_algorithms_enabled()\n"
+        "set_seed(1, deterministic=True); assert torch.are_deterministic_algorithms_enabled()"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -1,0 +1,102 @@
+"""The same job gives the same result on every rung, at any number of processes.
+
+In double precision, where rounding cannot hide a mistake: a wrong shard, a wrong weight of a
+batch or a missing all-reduce shows at 1e-3, rounding at 1e-15.
+"""
+
+from collections import Counter
+
+import pytest
+from conftest import difference, epochs, load, losses
+
+DOUBLE = {"LADDER_DTYPE": "float64"}
+MLP = (2, "--model", "mlp", "--no-progress", "--log-interval", 50)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """Two epochs of the digits, one process, batches of 64."""
+    from conftest import ROOT, Job, sys
+
+    folder = tmp_path_factory.mktemp("reference")
+    command = [sys.executable, str(ROOT / "single_gpu.py"), *map(str, MLP), "--batch-size", "64"]
+    return Job(command, folder, DOUBLE).finish(), load(folder / "checkpoint.pt")
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "env"),
+    [
+        ("ddp_spawn.py", ("--nproc-per-node", 2, "--batch-size", 32), {}),
+        ("ddp_spawn.py", ("--nproc-per-node", 4, "--batch-size", 16), {}),
+        ("data_parallel.py", ("--batch-size", 64), {}),
+        ("data_parallel.py", ("--batch-size", 64), {"LADDER_CHUNKS": 3}),
+    ],
+)
+def test_two_epochs_agree_to_rounding(run, tmp_path, reference, script, options, env):
+    text = run(script, *MLP, *options, **DOUBLE, **env)
+    expected_text, expected = reference
+    assert len(epochs(text)) == 2 and len(losses(text)) == 6
+    assert losses(text) == losses(expected_text)
+    for ours, theirs in zip(epochs(text), epochs(expected_text), strict=True):
+        ours.pop("rate"), theirs.pop("rate")
+        assert ours == theirs
+    snapshot = load(tmp_path / "checkpoint.pt")
+    assert difference(snapshot, expected) < 1e-12
+    if env:  # and the batches were really split, unevenly: 64 = 22 + 22 + 20
+        assert (tmp_path / "chunks.txt").read_text().startswith("22 22 20\n")
+        assert "Batches are split over 3 devices" in text
+
+
+@pytest.mark.parametrize("count", [65, 67, 130])
+def test_a_last_batch_that_is_shared_out_unevenly_has_its_right_weight(
+    run, tmp_path, fashion, count
+):
+    """65 over 4 x 16: in the last step one rank has one sample and the others none."""
+    common = (2, *fashion(count, 10), "--no-progress")
+    run("single_gpu.py", *common, "--batch-size", 64, "--snapshot-path", "one.pt", **DOUBLE)
+    run("ddp_spawn.py", *common, "--batch-size", 16, "--nproc-per-node", 4, **DOUBLE)
+    assert difference(load(tmp_path / "checkpoint.pt"), load(tmp_path / "one.pt")) < 1e-12
+
+
+def test_float32_agrees_for_the_first_ten_steps(run, tmp_path, fashion):
+    common = (1, *fashion(640, 10), "--no-progress", "--log-interval", 1)
+    expected = losses(run("single_gpu.py", *common, "--batch-size", 64, "--snapshot-path", "1.pt"))
+    assert len(expected) == 10 and expected[-1] < expected[0]
+    for number, (script, options) in enumerate(
+        [
+            ("data_parallel.py", ("--batch-size", 64)),
+            ("ddp_spawn.py", ("--batch-size", 32)),
+            ("ddp_spawn.py", ("--batch-size", 16, "--nproc-per-node", 4)),
+        ]
+    ):
+        path = tmp_path / f"other{number}.pt"
+        text = run(script, *common, *options, "--snapshot-path", path)
+        assert losses(text) == pytest.approx(expected, abs=2e-6)
+        assert difference(load(path), load(tmp_path / "1.pt")) < 1e-6
+
+
+def test_shards_are_disjoint_cover_the_data_and_differ_from_epoch_to_epoch(
+    run, tmp_path, fashion
+):
+    trace = tmp_path / "trace"
+    trace.mkdir()
+    options = ("--nproc-per-node", 3, "--batch-size", 8, "--no-progress")
+    run("ddp_spawn.py", 2, *fashion(100, 10), *options, LADDER_TRACE=trace)
+    batches = [
+        [[int(word) for word in line.split()] for line in path.read_text().splitlines()]
+        for path in trace.iterdir()
+    ]
+    assert len(batches) == 3
+    seen = []
+    for epoch in range(2):
+        # Each line: the length of the data set, then the indices. 100 / (3 x 8): 5 steps.
+        train = [[line[1:] for line in rank if line[0] == 100] for rank in batches]
+        shards = [sum(rank[5 * epoch : 5 * (epoch + 1)], []) for rank in train]
+        assert Counter(sum(shards, [])) == Counter(range(100))
+        assert sorted(map(len, shards)) == [33, 33, 34]
+        seen.append(sorted(map(tuple, shards)))
+    assert all(set(a).isdisjoint(seen[1]) for a in seen[:1])
+    # The model never sees the samples in the data set's own order, nor twice in the same one.
+    assert seen[0] != seen[1]
+    test = [index for rank in batches for line in rank if line[0] == 10 for index in line[1:]]
+    assert Counter(test) == Counter({index: 2 for index in range(10)})
