@@ -4,10 +4,8 @@ import pytest
 from conftest import epochs
 
 
-@pytest.mark.parametrize("total", [1, 2, 7, 10])
-def test_evaluation_is_exact_where_the_world_size_does_not_divide_the_test_set(
-    run, fashion, total
-):
+@pytest.mark.parametrize("total", [1, 7])
+def test_evaluation_is_exact_where_the_world_size_does_not_divide_the_test_set(run, fashion, total):
     common = (1, *fashion(96, total), "--no-progress", "--test-batch-size", 2)
     (single,) = epochs(run("single_gpu.py", *common, "--batch-size", 96, LADDER_DTYPE="float64"))
     assert single["total"] == total

@@ -5,6 +5,7 @@ batch or a missing all-reduce shows at 1e-3, rounding at 1e-15.
 """
 
 from collections import Counter
+from itertools import chain
 
 import pytest
 from conftest import difference, epochs, load, losses
@@ -24,27 +25,35 @@ def reference(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("script", "options", "env"),
+    ("script", "options"),
     [
-        ("ddp_spawn.py", ("--nproc-per-node", 2, "--batch-size", 32), {}),
-        ("ddp_spawn.py", ("--nproc-per-node", 4, "--batch-size", 16), {}),
-        ("data_parallel.py", ("--batch-size", 64), {}),
-        ("data_parallel.py", ("--batch-size", 64), {"LADDER_CHUNKS": 3}),
+        ("ddp_spawn.py", ("--nproc-per-node", 2, "--batch-size", 32)),
+        ("ddp_spawn.py", ("--nproc-per-node", 4, "--batch-size", 16)),
+        ("data_parallel.py", ("--batch-size", 64)),
     ],
 )
-def test_two_epochs_agree_to_rounding(run, tmp_path, reference, script, options, env):
-    text = run(script, *MLP, *options, **DOUBLE, **env)
+def test_two_epochs_agree_to_rounding(run, tmp_path, reference, script, options):
+    text = run(script, *MLP, *options, **DOUBLE)
     expected_text, expected = reference
     assert len(epochs(text)) == 2 and len(losses(text)) == 6
     assert losses(text) == losses(expected_text)
     for ours, theirs in zip(epochs(text), epochs(expected_text), strict=True):
         ours.pop("rate"), theirs.pop("rate")
         assert ours == theirs
-    snapshot = load(tmp_path / "checkpoint.pt")
-    assert difference(snapshot, expected) < 1e-12
-    if env:  # and the batches were really split, unevenly: 64 = 22 + 22 + 20
-        assert (tmp_path / "chunks.txt").read_text().startswith("22 22 20\n")
-        assert "Batches are split over 3 devices" in text
+    assert difference(load(tmp_path / "checkpoint.pt"), expected) < 1e-12
+
+
+def test_data_parallel_agrees_with_uneven_chunks(run, tmp_path, fashion):
+    """Through the real DataParallel.forward, on three pretended devices."""
+    common = (2, *fashion(500, 10), "--batch-size", 64, "--no-progress", "--log-interval", 1)
+    expected = run("single_gpu.py", *common, "--snapshot-path", "one.pt", **DOUBLE)
+    text = run("data_parallel.py", *common, LADDER_CHUNKS=3, **DOUBLE)
+    assert "Batches are split over 3 devices" in text and len(losses(text)) == 16
+    assert losses(text) == losses(expected)
+    # 64 = 22 + 22 + 20, and the epoch's last 52 = 18 + 18 + 16.
+    chunks = (tmp_path / "chunks.txt").read_text().splitlines()
+    assert chunks[:8] == ["22 22 20"] * 7 + ["18 18 16"]
+    assert difference(load(tmp_path / "checkpoint.pt"), load(tmp_path / "one.pt")) < 1e-12
 
 
 @pytest.mark.parametrize("count", [65, 67, 130])
@@ -75,9 +84,7 @@ def test_float32_agrees_for_the_first_ten_steps(run, tmp_path, fashion):
         assert difference(load(path), load(tmp_path / "1.pt")) < 1e-6
 
 
-def test_shards_are_disjoint_cover_the_data_and_differ_from_epoch_to_epoch(
-    run, tmp_path, fashion
-):
+def test_shards_are_disjoint_cover_the_data_and_differ_from_epoch_to_epoch(run, tmp_path, fashion):
     trace = tmp_path / "trace"
     trace.mkdir()
     options = ("--nproc-per-node", 3, "--batch-size", 8, "--no-progress")
@@ -91,8 +98,8 @@ def test_shards_are_disjoint_cover_the_data_and_differ_from_epoch_to_epoch(
     for epoch in range(2):
         # Each line: the length of the data set, then the indices. 100 / (3 x 8): 5 steps.
         train = [[line[1:] for line in rank if line[0] == 100] for rank in batches]
-        shards = [sum(rank[5 * epoch : 5 * (epoch + 1)], []) for rank in train]
-        assert Counter(sum(shards, [])) == Counter(range(100))
+        shards = [list(chain(*rank[5 * epoch : 5 * (epoch + 1)])) for rank in train]
+        assert Counter(chain(*shards)) == Counter(range(100))
         assert sorted(map(len, shards)) == [33, 33, 34]
         seen.append(sorted(map(tuple, shards)))
     assert all(set(a).isdisjoint(seen[1]) for a in seen[:1])

@@ -1,0 +1,214 @@
+"""Stopped in any way, resumed by any rung: as if nothing had happened."""
+
+import os
+import re
+import shutil
+import signal
+from collections import Counter
+
+import pytest
+import torch
+from conftest import difference, epochs, load
+
+QUIET = ("--no-progress", "--log-interval", 1)
+SPAWN2 = ("ddp_spawn.py", "--nproc-per-node", 2)
+
+
+def same_bytes(a: dict, b: dict) -> bool:
+    tensors = [(a["model"][name], b["model"][name]) for name in a["model"]]
+    for index, state in a["optimizer"]["state"].items():
+        other = b["optimizer"]["state"][index]
+        tensors.append((state["momentum_buffer"], other["momentum_buffer"]))
+    assert len(tensors) > len(a["model"])
+    return all(torch.equal(x, y) for x, y in tensors)
+
+
+# The ConvNet has dropout: its masks are the same only if every rank's RNG state is restored.
+# With four processes the order of summation matters; see _settle_buckets in ddp_spawn.py.
+@pytest.mark.parametrize(
+    ("launch", "model"),
+    [
+        (("single_gpu.py",), "convnet"),
+        (("data_parallel.py",), "convnet"),
+        (SPAWN2, "convnet"),
+        (("ddp_spawn.py", "--nproc-per-node", 4), "mlp"),
+    ],
+)
+def test_stopped_after_each_epoch(run, tmp_path, fashion, launch, model):
+    options = (*launch[1:], *fashion(400, 10), "--model", model, "--no-progress")
+    whole = run(launch[0], 3, *options, "--snapshot-path", "whole.pt")
+    parts = run(launch[0], 1, *options)
+    for total in (2, 3):
+        parts += run(launch[0], total, *options, "--resume")
+    assert same_bytes(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt"))
+    assert [{**line, "rate": 0} for line in epochs(parts)] == [
+        {**line, "rate": 0} for line in epochs(whole)
+    ]
+    assert "Resuming training from snapshot at Epoch 1, sample 0" in parts
+    assert epochs(run(launch[0], 3, *options, "--resume")) == []  # there is nothing left to do
+
+
+def send(job, how: str) -> int:
+    """Ask the job to stop; the exit status that shells give to it."""
+    pid = job.process.pid
+    if how == "SIGTERM to the parent":
+        os.kill(pid, signal.SIGTERM)
+    elif how == "SIGTERM to all":
+        os.killpg(pid, signal.SIGTERM)
+    elif how == "Ctrl-C":
+        os.killpg(pid, signal.SIGINT)
+    elif how == "SIGINT to the parent":
+        os.kill(pid, signal.SIGINT)
+    elif how == "SIGTERM to rank 1":
+        os.kill(job.workers()[1], signal.SIGTERM)
+    return 128 + (signal.SIGTERM if "TERM" in how else signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("launch", "how"),
+    [
+        (("single_gpu.py",), "SIGTERM to the parent"),
+        (("single_gpu.py",), "Ctrl-C"),
+        (("data_parallel.py",), "SIGTERM to the parent"),
+        (SPAWN2, "SIGTERM to the parent"),
+        (SPAWN2, "SIGTERM to all"),
+        (SPAWN2, "SIGTERM to rank 1"),
+        (SPAWN2, "SIGINT to the parent"),
+        (SPAWN2, "Ctrl-C"),
+    ],
+)
+def test_asked_to_stop_in_the_middle_of_an_epoch(run, start, tmp_path, fashion, launch, how):
+    options = (2, *launch[1:], *fashion(4_000, 10), "--model", "convnet", *QUIET)
+    whole = start(launch[0], *options, "--snapshot-path", "whole.pt")
+    whole.finish()
+    job = start(launch[0], *options)
+    job.wait_for(r"Epoch 1 \| Step 3 ")
+    text = job.finish(send(job, how))
+    stopped = re.search(r"^Epoch 1 \| Stopped at sample (\d+), saved at checkpoint.pt$", text, re.M)
+    assert stopped and "Traceback" not in text and "Total time" not in text, text
+    snapshot = load(tmp_path / "checkpoint.pt")
+    assert snapshot["epoch"] == 1 and snapshot["samples_seen"] == int(stopped[1]) < 4_000
+    assert not same_bytes(snapshot, load(tmp_path / "whole.pt"))
+    text = run(launch[0], *options, "--resume")
+    assert f"Resuming training from snapshot at Epoch 1, sample {stopped[1]}" in text
+    assert same_bytes(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt"))
+    # The resumed epoch's line is about the whole epoch, too.
+    assert {**epochs(text)[-1], "rate": 0} == {
+        **epochs(whole.text)[-1],
+        "rate": 0,
+        "train_loss": epochs(text)[-1]["train_loss"],
+    }
+    assert epochs(text)[-1]["train_loss"] == pytest.approx(
+        epochs(whole.text)[-1]["train_loss"], abs=2e-4
+    )
+
+
+@pytest.mark.parametrize("victim", ["parent", "rank 0", "rank 1"])
+def test_killed_processes_take_the_job_with_them(run, start, tmp_path, fashion, victim):
+    options = (2, *SPAWN2[1:], *fashion(4_000, 10), "--model", "convnet", *QUIET)
+    run("ddp_spawn.py", *options, "--snapshot-path", "whole.pt")
+    job = start("ddp_spawn.py", *options)
+    job.wait_for(r"Epoch 1 \| Step 3 ")
+    pids = {"parent": job.process.pid}
+    pids["rank 0"], pids["rank 1"] = job.workers()
+    os.kill(pids[victim], signal.SIGKILL)
+    text = job.finish(-signal.SIGKILL if victim == "parent" else 1, seconds=30)
+    if victim != "parent":
+        last = text.splitlines()[-1]
+        assert last.startswith(f"error: process {victim[-1]} terminated with signal SIGKILL"), text
+    assert "Traceback" not in text
+    run("ddp_spawn.py", *options, "--resume")
+    assert same_bytes(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt"))
+
+
+def test_kill_of_single_gpu(run, start, tmp_path, fashion):
+    options = (2, *fashion(4_000, 10), *QUIET)
+    run("single_gpu.py", *options, "--snapshot-path", "whole.pt")
+    job = start("single_gpu.py", *options)
+    job.wait_for(r"Epoch 1 \| Step 3 ")
+    os.kill(job.process.pid, signal.SIGKILL)
+    job.finish(-signal.SIGKILL)
+    run("single_gpu.py", *options, "--resume")
+    assert same_bytes(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt"))
+
+
+@pytest.mark.parametrize("launch", [("single_gpu.py",), SPAWN2])
+def test_killed_while_it_writes_a_snapshot(run, start, tmp_path, fashion, launch):
+    options = (*launch[1:], *fashion(200, 10), "--no-progress")
+    run(launch[0], 1, *options)
+    before = (tmp_path / "checkpoint.pt").read_bytes()
+    job = start(launch[0], 2, *options, "--resume", LADDER_HANG="fsync")
+    job.wait_for("in fsync")
+    assert (tmp_path / "checkpoint.pt.tmp").stat().st_size > 0
+    os.killpg(job.process.pid, signal.SIGKILL)
+    job.finish(-signal.SIGKILL)
+    assert (tmp_path / "checkpoint.pt").read_bytes() == before
+    run(launch[0], 2, *options, "--resume")
+    run(launch[0], 2, *options, "--snapshot-path", "whole.pt")
+    assert same_bytes(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt"))
+    assert not (tmp_path / "checkpoint.pt.tmp").exists()
+
+
+def test_any_rung_goes_on_from_any_other_at_any_world_size(run, start, tmp_path, fashion):
+    """Stopped in mid-epoch three times; every leg has another rung or number of processes."""
+    trace = tmp_path / "trace"
+    data = (*fashion(6_000, 10), *QUIET)
+    legs = [
+        ("ddp_spawn.py", "--nproc-per-node", 2, "--batch-size", 6),
+        ("single_gpu.py", "--batch-size", 12),
+        ("ddp_spawn.py", "--nproc-per-node", 3, "--batch-size", 4),
+        ("data_parallel.py", "--batch-size", 12),
+    ]
+    trace.mkdir()
+    env = {"LADDER_DTYPE": "float64", "LADDER_TRACE": trace}
+    for number, (script, *options) in enumerate(legs):
+        job = start(script, 1, *data, *options, "--resume", **env)
+        if number < 3:
+            job.wait_for(r"Epoch 0 \| Step 3 ")
+            os.kill(job.process.pid, signal.SIGTERM)
+            job.finish(128 + signal.SIGTERM)
+        else:
+            job.finish()
+        shutil.copy(tmp_path / "checkpoint.pt", tmp_path / f"leg{number}.pt")
+    seen = [load(tmp_path / f"leg{number}.pt")["samples_seen"] for number in range(3)]
+    assert 0 < seen[0] < seen[1] < seen[2] < 6_000
+    trained = Counter()
+    for path in trace.iterdir():
+        for line in path.read_text().splitlines():
+            count, *indices = map(int, line.split())
+            if count == 6_000:
+                trained.update(indices)
+    assert trained == Counter(range(6_000))  # none repeated, none lost
+    run(
+        "single_gpu.py",
+        1,
+        *data,
+        "--batch-size",
+        12,
+        "--snapshot-path",
+        "whole.pt",
+        LADDER_DTYPE="float64",
+    )
+    assert difference(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt")) < 1e-12
+
+
+def test_a_snapshot_holds_what_the_design_says(run, tmp_path, fashion):
+    run("ddp_spawn.py", 1, *fashion(100, 10), "--model", "resnet18", "--batch-size", 25)
+    snapshot = load(tmp_path / "checkpoint.pt")
+    assert not [name for name in snapshot["model"] if name.startswith(("module.", "_orig_mod."))]
+    assert snapshot["epoch"] == 1 and snapshot["samples_seen"] == 0
+    assert len(snapshot["rng_states"]) == 2 and snapshot["settings"]["model"] == "resnet18"
+    assert snapshot["optimizer"]["state"] and snapshot["scaler"] == {}
+
+
+def test_the_command_line_overrules_the_snapshots_learning_rate(run, tmp_path, fashion):
+    options = (*fashion(100, 10), "--no-progress")
+    run("single_gpu.py", 1, *options)
+    run("single_gpu.py", 2, *options, "--resume", "--lr", 0.5)
+    assert load(tmp_path / "checkpoint.pt")["optimizer"]["param_groups"][0]["lr"] == 0.5
+
+
+def test_saved_every_nth_epoch_and_after_the_last(run, fashion):
+    text = run("single_gpu.py", 5, 2, *fashion(50, 10))
+    saved = re.findall(r"^Epoch (\d+) \| Training checkpoint saved at checkpoint.pt$", text, re.M)
+    assert saved == ["1", "3", "4"]
