@@ -17,7 +17,9 @@ import importlib.util
 import os
 import signal
 import sys
+import threading
 import time
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +30,8 @@ from tqdm import tqdm
 from common.data import DATASETS, DataError, ShardedBatchSampler, collate, load_dataset
 from common.model import DEFAULT_MODEL, MODELS, build_model
 from common.seed import get_rng_state, set_rng_state, set_seed
+
+tqdm.set_lock(threading.RLock())  # its own is a semaphore that a killed process leaves behind
 
 
 class Trainer:
@@ -110,17 +114,22 @@ class Trainer:
             "rng_states": [get_rng_state(self.device)],  # of each rank
             "settings": vars(self.args),
         }
-        # Whole or not at all: if this fails half-way, the snapshot before it is still there.
-        temporary = f"{self.args.snapshot_path}.tmp"
-        with open(temporary, "wb") as file:
-            torch.save(snapshot, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self.args.snapshot_path)
+        # Whole or not at all: whatever happens here, the snapshot before is still there.
+        path, temporary = Path(self.args.snapshot_path), Path(f"{self.args.snapshot_path}.tmp")
+        try:
+            with temporary.open("wb") as file:
+                torch.save(snapshot, file)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except (OSError, RuntimeError) as error:  # the latter from torch.save
+            temporary.unlink(missing_ok=True)
+            sys.exit(f"error: cannot save {path} ({error}): make room, then --resume")
 
     def _read_snapshot(self) -> dict | None:
-        path = self.args.snapshot_path
-        if not os.path.exists(path):
+        path = Path(self.args.snapshot_path)
+        if not path.exists():
+            log(f"No snapshot at {path}, starting from the beginning")
             return None
         try:
             snapshot = torch.load(path, map_location="cpu", weights_only=True)
@@ -246,9 +255,9 @@ def parse_args() -> argparse.Namespace:
         low = 0 if name in ("lr", "momentum", "seed", "log_interval") else 1
         if type(value) in (int, float) and not low <= value < 2**32:
             parser.error(f"{name} is {value}: it must be {low} or more, and below 2**32")
-    folder = os.path.dirname(args.snapshot_path) or "."
-    if os.path.isdir(args.snapshot_path) or not os.access(folder, os.W_OK):
-        parser.error(f"--snapshot-path {args.snapshot_path}: name a file in a folder to write to")
+    path = Path(args.snapshot_path)
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        parser.error(f"--snapshot-path {path}: name a file in a folder that you may write to")
     if args.log_dir and not importlib.util.find_spec("tensorboard"):
         parser.error("--log-dir needs TensorBoard: pip install tensorboard")
     return args

@@ -8,6 +8,8 @@ LADDER_HANG=fsync        os.fsync prints "in fsync" and never returns
 LADDER_MD5=skip          torchvision takes CIFAR-10 files of any checksum
 LADDER_CHUNKS=n          nn.DataParallel splits over n devices, all of them the CPU
 LADDER_FAKE_GPUS=n       torch.accelerator reports n CUDA devices
+LADDER_HIDE=module       as if it were not installed
+LADDER_DIE=rank          this rank exits with status 3 before it joins the group
 """
 
 import os
@@ -62,6 +64,22 @@ if hooks and not any("resource_tracker" in word for word in sys.orig_argv):
         import torchvision.datasets.cifar as cifar
 
         cifar.check_integrity = lambda path, md5=None: os.path.exists(path)
+
+    if "HIDE" in hooks:
+        import importlib.util
+
+        find_spec = importlib.util.find_spec
+        importlib.util.find_spec = lambda name: None if name == hooks["HIDE"] else find_spec(name)
+
+    if "DIE" in hooks:
+        init_process_group = torch.distributed.init_process_group
+
+        def dying(*args, **kwargs):
+            if kwargs["rank"] == int(hooks["DIE"]):
+                os._exit(3)
+            return init_process_group(*args, **kwargs)
+
+        torch.distributed.init_process_group = dying
 
     if "FAKE_GPUS" in hooks:
         torch.accelerator.current_accelerator = lambda check_available=False: torch.device("cuda")

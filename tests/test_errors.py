@@ -1,0 +1,273 @@
+"""What a user can get wrong, and what can go wrong: one line, a status, no damage, no orphans."""
+
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, SCRIPTS, epochs, idx_files, load
+
+USAGE = [
+    ((0,), "total_epochs is 0"),
+    ((5, -1), "save_every is -1"),
+    (("five",), "argument total_epochs: invalid int value: 'five'"),
+    (("--batch-size", 0), "batch_size is 0"),
+    (("--batch_size", "1.5"), "invalid int value: '1.5'"),
+    (("--test-batch-size", 0), "test_batch_size is 0"),
+    (("--lr", "nan"), "lr is nan"),
+    (("--momentum", -0.1), "momentum is -0.1"),
+    (("--seed", -1), "seed is -1"),
+    (("--log-interval", -1), "log_interval is -1"),
+    (("--dataset", "imagenet"), "invalid choice: 'imagenet'"),
+    (("--model", "gpt"), "invalid choice: 'gpt'"),
+    (("--device", "tpu"), "invalid choice: 'tpu'"),
+    (("--snapshot-path", "missing/x.pt"), "--snapshot-path missing/x.pt"),
+    (("--snapshot-path", "."), "--snapshot-path ."),
+    (("--learning-rate", 1), "unrecognized arguments: --learning-rate"),
+]
+SPAWN = [
+    (("--nproc-per-node", 0), {}, "nproc_per_node is 0"),
+    (("--timeout", 0), {}, "timeout is 0"),
+    (("--backend", "nccl"), {}, "--backend nccl does not work on cpu"),
+    (("--backend", "carrier-pigeon"), {}, "--backend carrier-pigeon does not work on cpu"),
+    (
+        ("--nproc-per-node", 3),
+        {"LADDER_FAKE_GPUS": 2},
+        "--nproc-per-node 3 is more than 2 devices: use 2, --device cpu, or --backend gloo",
+    ),
+]
+
+
+def refused(tmp_path: Path, text: str, script: str, message: str) -> None:
+    """Two lines, usage and error, and nothing written."""
+    usage, error = text.splitlines()
+    assert usage == f"usage: {script} [total_epochs] [save_every] [options]"
+    assert error.startswith(f"{script}: error: ") and message in error
+    assert not [path for path in tmp_path.iterdir() if not path.name.startswith("output-")]
+
+
+@pytest.mark.parametrize(("arguments", "message"), USAGE)
+def test_usage(run, tmp_path, arguments, message):
+    refused(tmp_path, run("single_gpu.py", *arguments, status=2), "single_gpu.py", message)
+
+
+@pytest.mark.parametrize(("arguments", "env", "message"), SPAWN)
+def test_usage_of_ddp_spawn(run, tmp_path, arguments, env, message):
+    refused(tmp_path, run("ddp_spawn.py", *arguments, status=2, **env), "ddp_spawn.py", message)
+
+
+@pytest.mark.parametrize("script", SCRIPTS[1:])
+def test_usage_is_checked_by_the_other_rungs(run, tmp_path, script):
+    refused(tmp_path, run(script, "--lr", "-1", status=2), script, "lr is -1.0")
+
+
+def test_tensorboard_is_an_extra(run, tmp_path):
+    text = run("single_gpu.py", "--log-dir", "runs", status=2, LADDER_HIDE="tensorboard")
+    refused(tmp_path, text, "single_gpu.py", "--log-dir needs TensorBoard: pip install tensorboard")
+
+
+def error_line(text: str) -> str:
+    """The only line that is not an ordinary one."""
+    ordinary = r"total_epochs: |\[rank |\[CPU|Epoch |No snapshot|DataParallel on "
+    (line,) = [line for line in text.splitlines() if not re.match(ordinary, line)]
+    assert line.startswith("error: ")
+    return line
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_snapshots_that_do_not_fit(run, tmp_path, fashion, script):
+    data = fashion(100, 10)
+    run("single_gpu.py", 1, *data, "--snapshot-path", "good.pt")
+    good = (tmp_path / "good.pt").read_bytes()
+    (tmp_path / "torn.pt").write_bytes(good[: len(good) // 2])
+    (tmp_path / "text.pt").write_text("hello")
+    torch.save({"MODEL_STATE": {}, "EPOCHS_RUN": 3}, tmp_path / "tutorial.pt")
+    snapshot = load(tmp_path / "good.pt")
+    del snapshot["model"]["layers.1.weight"]
+    torch.save(snapshot, tmp_path / "edited.pt")
+    for name, options, message in (
+        ("good.pt", ("--model", "convnet"), "made with --model mlp, and this run has convnet"),
+        ("good.pt", ("--seed", 1), "made with --seed 42, and this run has 1"),
+        ("torn.pt", (), "cannot resume from torn.pt"),
+        ("text.pt", (), "cannot resume from text.pt"),
+        ("tutorial.pt", (), "cannot resume from tutorial.pt"),
+        ("edited.pt", (), "cannot resume from edited.pt"),
+    ):
+        before = (tmp_path / name).read_bytes()
+        text = run(script, 2, *data, *options, "--resume", "--snapshot-path", name, status=1)
+        assert message in error_line(text)
+        assert (tmp_path / name).read_bytes() == before
+
+
+def test_no_snapshot_to_resume_from_is_no_error(run, fashion):
+    text = run("ddp_spawn.py", 1, *fashion(100, 10), "--resume")
+    assert "No snapshot at checkpoint.pt" in text and len(epochs(text)) == 1
+
+
+# Nothing answers there: a download fails at once, also on a machine that has a network.
+NO_NETWORK = {f"{scheme}_proxy": "http://127.0.0.1:9" for scheme in ("http", "https")}
+
+
+@pytest.mark.parametrize("dataset", ["mnist", "cifar10"])
+def test_download_fails(run, dataset):
+    text = run("ddp_spawn.py", 1, "--dataset", dataset, status=1, **NO_NETWORK)
+    line = error_line(text)
+    assert "cannot download" in line and "--dataset digits" in line, line
+
+
+def test_damaged_files(run, tmp_path):
+    raw = idx_files(tmp_path / "data", 100, 10) / "FashionMNIST" / "raw"
+    whole = (raw / "train-images-idx3-ubyte").read_bytes()
+    for damage in (whole[:5000], b"", whole[:16] + whole[16 : 16 + 784 * 99]):
+        (raw / "train-images-idx3-ubyte").write_bytes(damage)
+        text = run("single_gpu.py", 1, "--dataset", "fashion-mnist", status=1)
+        assert "FashionMNIST in data is damaged or incomplete" in error_line(text)
+        assert "delete it" in error_line(text)
+
+
+def test_a_missing_file_that_cannot_be_downloaded(run, tmp_path):
+    raw = idx_files(tmp_path / "data", 100, 10) / "FashionMNIST" / "raw"
+    (raw / "t10k-labels-idx1-ubyte").unlink()
+    text = run("single_gpu.py", 1, "--dataset", "fashion-mnist", status=1, **NO_NETWORK)
+    assert "cannot download FashionMNIST to data" in error_line(text)
+
+
+def test_data_folder_that_cannot_be_written(run, tmp_path):
+    (tmp_path / "file").write_text("")
+    for folder in ("file/data", "/proc/data"):
+        options = ("--dataset", "mnist", "--data-dir", folder)
+        line = error_line(run("ddp_spawn.py", 1, *options, status=1))
+        assert f"cannot use the data folder {folder}" in line and "--data-dir" in line
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        'raise RuntimeError("operator torchvision::nms does not exist")',
+        "raise ModuleNotFoundError(\"No module named 'torchvision'\")",
+    ],
+)
+@pytest.mark.parametrize("options", [("--dataset", "mnist"), ("--model", "resnet18")])
+def test_torchvision_that_does_not_match_torch(run, tmp_path, body, options):
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision" / "__init__.py").write_text(body)
+    line = error_line(run("ddp_spawn.py", 1, *options, status=1, PYTHONPATH=tmp_path))
+    assert f"torchvision does not work with torch {torch.__version__}" in line
+    assert "pip install --upgrade torch torchvision" in line
+
+
+def test_too_little_shared_memory(tmp_path):
+    """A container's 64 MB, here 4: needs root, for a mount that only this process sees."""
+    if os.geteuid() or not shutil.which("unshare"):
+        assert not os.environ.get("CI"), "CI runs this as root, with unshare"
+        pytest.skip("needs root and unshare")
+    script = f"mount -t tmpfs -o size=4m none /dev/shm && {sys.executable} {ROOT}/ddp_spawn.py 1"
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", script], cwd=tmp_path, capture_output=True, timeout=60
+    )
+    line = error_line((done.stdout + done.stderr).decode())
+    assert done.returncode == 1
+    assert "no room for 9 MB of images in shared memory" in line and "--shm-size" in line
+
+
+@pytest.mark.parametrize("script", ["single_gpu.py", "ddp_spawn.py"])
+def test_disk_full_while_saving(tmp_path, fashion, script):
+    """A file-size limit stands in for the full disk; the old snapshot stays whole."""
+    common = [sys.executable, str(ROOT / script), "--no-progress", *fashion(100, 10)]
+    subprocess.run([*common, "1"], cwd=tmp_path, check=True, capture_output=True, timeout=60)
+    before = (tmp_path / "checkpoint.pt").read_bytes()
+    limit = 2**20  # the data fit, the MLP's 5 MB do not
+    done = subprocess.run(
+        [*common, "2", "--resume"],
+        cwd=tmp_path,
+        capture_output=True,
+        timeout=60,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )
+    text = (done.stdout + done.stderr).decode()
+    assert done.returncode == 1 and "Traceback" not in text, text
+    assert re.search(r"^error: cannot save checkpoint.pt ", text, re.M), text
+    assert (tmp_path / "checkpoint.pt").read_bytes() == before
+    assert not (tmp_path / "checkpoint.pt.tmp").exists()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_exception_of_any_rank_reaches_the_user(run, fashion, rank):
+    text = run("ddp_spawn.py", 2, *fashion(1000, 10), status=1, LADDER_RAISE=f"{rank}:5")
+    assert f"-- Process {rank} terminated with the following error:" in text
+    assert "ArithmeticError: the test's own error" in text
+    assert "in _run_batch" in text and "Connection closed" not in text
+
+
+def test_a_rank_that_never_joins(start, fashion):
+    began = time.monotonic()
+    job = start("ddp_spawn.py", 1, *fashion(100, 10), LADDER_DIE=1)
+    job.finish(3, seconds=40)
+    assert time.monotonic() - began < 40
+
+
+def test_a_rank_that_hangs(start, fashion):
+    job = start(
+        "ddp_spawn.py", 50, *fashion(1000, 10), "--timeout", 3, "--log-interval", 1, "--no-progress"
+    )
+    job.wait_for("Step 3 ")
+    os.kill(job.workers()[1], signal.SIGSTOP)
+    text = job.finish(1, seconds=60)
+    assert "Process 0 terminated with the following error" in text and "imed out" in text
+
+
+def test_ctrl_c_before_training(start, fashion):
+    """At any moment of the start: no traceback, no orphan, no snapshot that was not asked for."""
+    for seconds in (1.0, 2.5, 4.0):
+        job = start("ddp_spawn.py", 50, *fashion(100_000, 10), "--no-progress")
+        time.sleep(seconds)
+        os.killpg(job.process.pid, signal.SIGINT)
+        text = job.finish(None, seconds=60)
+        assert job.process.returncode in (130, 1, -signal.SIGINT), text
+        assert "Epoch 0 | Train loss" not in text
+
+
+def test_second_ctrl_c_ends_a_job_that_cannot_stop(start, fashion):
+    job = start("ddp_spawn.py", 50, *fashion(1000, 10), "--log-interval", 1, "--no-progress")
+    job.wait_for("Step 3 ")
+    os.kill(job.workers()[1], signal.SIGSTOP)  # the others wait for it, for two minutes
+    os.kill(job.process.pid, signal.SIGINT)
+    time.sleep(1)
+    assert job.process.poll() is None
+    os.kill(job.process.pid, signal.SIGINT)
+    text = job.finish(130, seconds=20)
+    assert "Traceback" not in text
+
+
+def test_two_runs_at_once(start, tmp_path, fashion):
+    data, jobs = fashion(1000, 10), []
+    for number in (1, 2):
+        (tmp_path / str(number)).mkdir()
+        jobs.append(start("ddp_spawn.py", 2, *data, folder=tmp_path / str(number)))
+    first, second = (epochs(job.finish()) for job in jobs)
+    assert len(first) == 2
+    assert [line["train_loss"] for line in first] == [line["train_loss"] for line in second]
+
+
+def test_nothing_listens_beyond_loopback(start, fashion):
+    job = start("ddp_spawn.py", 50, *fashion(1000, 10), "--log-interval", 1, "--no-progress")
+    job.wait_for("Step 3 ")
+    sockets = set()
+    for pid in job.pids():
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            if found := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(descriptor)):
+                sockets.add(found[1])
+    listening = []
+    for name, loopback in (("tcp", "0100007F"), ("tcp6", "0" * 24 + "01000000")):
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in sockets:
+                listening.append(fields[1].split(":")[0] == loopback)
+    assert listening and all(listening)
