@@ -1,0 +1,73 @@
+"""README's commands, as written, and what it names. Its two set-up commands are run by .ci/run."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, SCRIPTS, epochs
+
+README = (ROOT / "README.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory):
+    """The repository's scripts, and `python` as in an activated environment."""
+    folder = tmp_path_factory.mktemp("clone")
+    for script in SCRIPTS:
+        shutil.copy(ROOT / script, folder)
+    shutil.copytree(ROOT / "common", folder / "common")
+    return folder
+
+
+def shell(command: str, folder: Path) -> str:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-ec", command],
+        cwd=folder,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_there_are_two_set_up_commands():
+    commands = re.findall(r"^python3 -m venv .*$", README, re.M)
+    assert [command.split(" && ")[-1] for command in commands] == [
+        ".venv/bin/python ddp_spawn.py 50 10",
+        ".venv/bin/pytest",
+    ]
+
+
+def test_the_commands_in_their_order(clone):
+    (block,) = re.findall(r"```bash\n(python [^`]*)```", README)
+    outputs = [shell(command, clone) for command in block.splitlines()]
+    assert [len(epochs(output)) for output in outputs] == [3, 3, 3, 1, 0]
+    assert "usage: ddp_spawn.py" in outputs[-1]
+
+
+def test_the_launch_lines_of_the_table(clone):
+    commands = re.findall(r"\| `(python [^`]*) 50 10` \|", README)
+    assert [command.split()[-1] for command in commands] == list(SCRIPTS)
+    for command in commands:
+        assert len(epochs(shell(f"{command} 1 1", clone))) == 1
+
+
+def test_the_files_that_it_names_are_there():
+    for name in re.findall(r"`(tests/\w+\.py|\w+\.py|common/)`", README):
+        assert (ROOT / name).exists(), name
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_docstrings_name_options_that_exist(clone, script):
+    text = (ROOT / script).read_text().split('"""')[1]
+    known = shell(f"python {script} --help", clone)
+    for option in re.findall(r"(--[a-z][a-z-]+)", text):
+        assert option in known, option
+    assert f"python {script}" in text
