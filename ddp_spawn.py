@@ -76,7 +76,7 @@ class Trainer:
     def _settle_buckets(self) -> None:
         # DDP rearranges its buckets of gradients after the first backward pass, and with them the
         # order of summation. Do that first, or a resumed run would round differently.
-        source, _ = self.train_data.dataset.__getitems__([0])
+        source = self.train_data.dataset[0][0].unsqueeze(0)
         self.model.eval()
         self.model(source.to(self.device)).sum().backward()
 
@@ -390,7 +390,8 @@ def spawn(args: argparse.Namespace, stop: torch.Tensor) -> None:
         # The ranks meet in a file: no port to choose, and nothing that listens.
         objs = (args.nproc_per_node, os.path.join(folder, "store"), train_set, test_set, stop, args)
         try:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited, until a child is ready
+            # Children inherit this and stay deaf to Ctrl-C until they can answer it properly.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
             context = mp.spawn(main, objs, args.nproc_per_node, join=False)
             processes = context.processes
             catch_stop_signals(stop)  # shared memory: what one process hears, all hear

@@ -240,7 +240,7 @@ def _explain(error: Exception, class_name: str, data_dir: str) -> str:
     # urllib's errors are OSErrors too, but have no file name.
     if isinstance(error, OSError) and error.filename and not hasattr(error, "url"):
         return f"cannot use the data folder {data_dir} ({reason}): name another with --data-dir"
-    if isinstance(error, OSError) or "download" in reason.lower():
+    if isinstance(error, OSError) or "Error downloading" in str(error):
         return (
             f"cannot download {class_name} to {data_dir} ({reason}): put its files there by hand, "
             "or use --dataset digits, which needs none"

@@ -31,7 +31,9 @@ class Job:
 
     def __init__(self, command: list[str], folder: Path, env: dict[str, str]) -> None:
         self.mark = uuid.uuid4().hex
-        env = {**os.environ, **env, "LADDER_MARK": self.mark, "PYTHONUNBUFFERED": "1"}
+        # One thread a process, as tests run side by side; an empty variable is one that is not set.
+        env = {"OMP_NUM_THREADS": "1", **env, "LADDER_MARK": self.mark, "PYTHONUNBUFFERED": "1"}
+        env = {name: value for name, value in {**os.environ, **env}.items() if value}
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(SITE), env.get("PYTHONPATH"))))
         self.folder, self.output = folder, folder / f"output-{self.mark}"
         with self.output.open("wb") as out:

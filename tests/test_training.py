@@ -21,7 +21,7 @@ from common.seed import set_seed
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_loss_falls_accuracy_rises_and_weights_move(run, tmp_path, script):
-    text = run(script, 3)
+    text = run(script, 3, "--no-progress")
     lines = epochs(text)
     assert [line["epoch"] for line in lines] == [0, 1, 2]
     assert lines[0]["train_loss"] > lines[1]["train_loss"] > lines[2]["train_loss"] > 0
@@ -36,7 +36,7 @@ def test_loss_falls_accuracy_rises_and_weights_move(run, tmp_path, script):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_printed_lines(run, fashion, script):
-    text = run(script, 2, 1, *fashion(100, 10), "--batch-size", 8)
+    text = run(script, 2, 1, *fashion(100, 10), "--batch-size", 8, OMP_NUM_THREADS="")
     world_size = 2 if script == "ddp_spawn.py" else 1
     steps = 7 if world_size == 2 else 13
     lines = text.splitlines()
