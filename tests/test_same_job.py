@@ -4,11 +4,12 @@ In double precision, where rounding cannot hide a mistake: a wrong shard, a wron
 batch or a missing all-reduce shows at 1e-3, rounding at 1e-15.
 """
 
+import sys
 from collections import Counter
 from itertools import chain
 
 import pytest
-from conftest import difference, epochs, load, losses
+from conftest import ROOT, Job, difference, epochs, load, losses
 
 DOUBLE = {"LADDER_DTYPE": "float64"}
 MLP = (2, "--model", "mlp", "--no-progress", "--log-interval", 50)
@@ -17,8 +18,6 @@ MLP = (2, "--model", "mlp", "--no-progress", "--log-interval", 50)
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
     """Two epochs of the digits, one process, batches of 64."""
-    from conftest import ROOT, Job, sys
-
     folder = tmp_path_factory.mktemp("reference")
     command = [sys.executable, str(ROOT / "single_gpu.py"), *map(str, MLP), "--batch-size", "64"]
     return Job(command, folder, DOUBLE).finish(), load(folder / "checkpoint.pt")
