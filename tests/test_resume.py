@@ -5,6 +5,7 @@ import re
 import shutil
 import signal
 import sys
+import time
 from collections import Counter
 
 import pytest
@@ -115,10 +116,22 @@ def test_asked_to_stop_in_the_middle_of_an_epoch(run, start, tmp_path, whole, la
     assert (ours["test_loss"], ours["correct"]) == (theirs["test_loss"], theirs["correct"])
 
 
-@pytest.mark.parametrize("victim", ["parent", "rank 0", "rank 1"])
+def test_ranks_that_hear_of_the_stop_at_different_steps_agree(start, tmp_path, fashion):
+    """Rank 0 has passed the end of step 10 when the signal comes, and rank 1 has not."""
+    options = (*SPAWN2[1:], *fashion(4_000, 10), "--no-progress", "--log-interval", 9)
+    job = start("ddp_spawn.py", 1, *options, LADDER_SLOW=1)
+    job.wait_for(r"Step 9 ")
+    time.sleep(0.15)
+    os.kill(job.process.pid, signal.SIGTERM)
+    assert "Stopped at sample" in job.finish(128 + signal.SIGTERM)
+    assert load(tmp_path / "checkpoint.pt")["samples_seen"] in (640, 1280)  # 10 or 20 steps
+
+
+@pytest.mark.parametrize("victim", ["parent", "parent, not on Linux", "rank 0", "rank 1"])
 def test_killed_processes_take_the_job_with_them(run, start, tmp_path, whole, victim):
     options, _, expected = whole(SPAWN2)
-    job = start("ddp_spawn.py", *options)
+    victim, _, elsewhere = victim.partition(", ")
+    job = start("ddp_spawn.py", *options, LADDER_PRCTL="off" if elsewhere else "")
     job.wait_for(r"Epoch 1 \| Step 3 ")
     pids = {"parent": job.process.pid}
     pids["rank 0"], pids["rank 1"] = job.workers()
@@ -207,7 +220,9 @@ def test_a_snapshot_holds_what_the_design_says(run, tmp_path, fashion):
     snapshot = load(tmp_path / "checkpoint.pt")
     assert not [name for name in snapshot["model"] if name.startswith(("module.", "_orig_mod."))]
     assert snapshot["epoch"] == 1 and snapshot["samples_seen"] == 0
-    assert len(snapshot["rng_states"]) == 2 and snapshot["settings"]["model"] == "resnet18"
+    first, second = (state["cpu"] for state in snapshot["rng_states"])
+    assert not torch.equal(first, second)  # each rank drops out other units
+    assert snapshot["settings"]["model"] == "resnet18"
     assert snapshot["optimizer"]["state"] and snapshot["scaler"] == {}
 
 

@@ -104,10 +104,11 @@ def test_cifar10_shaped_files_train(run, tmp_path, model):
     assert lines[-1]["train_loss"] < lines[0]["train_loss"] and lines[-1]["accuracy"] > 20
 
 
-def test_batchnorm_is_evaluated_with_the_statistics_that_are_saved(run, tmp_path, fashion):
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_batchnorm_is_evaluated_with_the_statistics_that_are_saved(run, tmp_path, fashion, script):
     """Ranks have statistics of their own; with an odd test set, a mix of them would show."""
     options = ("--model", "resnet18", "--batch-size", 16)
-    (line,) = epochs(run("ddp_spawn.py", 1, *fashion(96, 9), *options, LADDER_DTYPE="float64"))
+    (line,) = epochs(run(script, 1, *fashion(96, 9), *options, LADDER_DTYPE="float64"))
     from common.data import load_dataset
 
     _, test_set = load_dataset("fashion-mnist", str(tmp_path / "fashion"))

@@ -10,6 +10,8 @@ LADDER_CHUNKS=n          nn.DataParallel splits over n devices, all of them the 
 LADDER_FAKE_GPUS=n       torch.accelerator reports n CUDA devices
 LADDER_HIDE=module       as if it were not installed
 LADDER_DIE=rank          this rank exits with status 3 before it joins the group
+LADDER_PRCTL=off         mp.spawn cannot ask the kernel to signal children when the parent dies
+LADDER_SLOW=rank         this rank sleeps for 0.3 s after every step of the optimizer
 """
 
 import os
@@ -80,6 +82,20 @@ if hooks and not any("resource_tracker" in word for word in sys.orig_argv):
             return init_process_group(*args, **kwargs)
 
         torch.distributed.init_process_group = dying
+
+    if "PRCTL" in hooks:
+        sys.modules["torch.multiprocessing.spawn"]._prctl_pr_set_pdeathsig = lambda signum: None
+
+    if "SLOW" in hooks:
+        sgd_step = torch.optim.SGD.step
+
+        def slow_step(*args, **kwargs):
+            result = sgd_step(*args, **kwargs)
+            if torch.distributed.get_rank() == int(hooks["SLOW"]):
+                time.sleep(0.3)
+            return result
+
+        torch.optim.SGD.step = slow_step
 
     if "FAKE_GPUS" in hooks:
         torch.accelerator.current_accelerator = lambda check_available=False: torch.device("cuda")
