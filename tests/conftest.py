@@ -18,7 +18,9 @@ ROOT = Path(__file__).resolve().parent.parent
 SITE = ROOT / "tests" / "site"
 sys.path.insert(0, str(ROOT))
 
-SCRIPTS = ("single_gpu.py", "data_parallel.py", "ddp_spawn.py")
+SCRIPTS = ("single_gpu.py", "data_parallel.py", "ddp_spawn.py", "ddp_torchrun.py")
+# Standalone: its own port, also where torchrun's default is a fixed one (before torch 2.9).
+TORCHRUN = "torchrun --standalone --nproc_per_node={} ddp_torchrun.py"
 EPOCH = re.compile(
     r"^Epoch (\d+) \| Train loss: (\S+) \| Test loss: (\S+) \| "
     r"Accuracy: (\d+)/(\d+) \((\S+)%\) \| (\d+) samples/s$",
@@ -73,15 +75,18 @@ class Job:
         return sorted(found)
 
     def workers(self) -> list[int]:
-        """The processes that mp.spawn started, by rank."""
+        """The processes that mp.spawn or torchrun started, by rank."""
         workers = []
         for pid in self.pids():
             try:
                 if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    workers.append(pid)
+                    workers.append((pid, pid))
+                environment = Path(f"/proc/{pid}/environ").read_bytes()
+                if found := re.search(rb"\0LOCAL_RANK=(\d+)", environment):
+                    workers.append((int(found[1]), pid))
             except OSError:
                 continue
-        return workers
+        return [pid for _, pid in sorted(workers)]
 
     def finish(self, status: int | None = 0, seconds: float = 120) -> str:
         """The whole output, once the job has ended with `status` and left no process behind."""
@@ -108,14 +113,22 @@ class Job:
         self.process.wait()
 
 
+def command(launch: str, *arguments: object) -> list[str]:
+    """`launch` is a script, or a command that ends with one: the words that start it."""
+    *words, script = launch.split()
+    first = words.pop(0) if words else "python"
+    programs = {"python": sys.executable, "torchrun": str(Path(sys.executable).parent / "torchrun")}
+    return [programs[first], *words, str(ROOT / script), *map(str, arguments)]
+
+
 @pytest.fixture
 def start(tmp_path):
-    """start(script, *arguments, **environment) -> Job, in the test's own folder."""
+    """start(launch, *arguments, **environment) -> Job, in the test's own folder."""
     jobs = []
 
-    def start(script: str, *arguments: object, folder: Path = tmp_path, **env: object) -> Job:
-        command = [sys.executable, str(ROOT / script), *map(str, arguments)]
-        jobs.append(Job(command, folder, {name: str(value) for name, value in env.items()}))
+    def start(launch: str, *arguments: object, folder: Path = tmp_path, **env: object) -> Job:
+        env = {name: str(value) for name, value in env.items()}
+        jobs.append(Job(command(launch, *arguments), folder, env))
         return jobs[-1]
 
     yield start
@@ -125,10 +138,10 @@ def start(tmp_path):
 
 @pytest.fixture
 def run(start):
-    """run(script, *arguments, status=0, **environment) -> output."""
+    """run(launch, *arguments, status=0, **environment) -> output."""
 
-    def run(script: str, *arguments: object, status: int = 0, **env: object) -> str:
-        return start(script, *arguments, **env).finish(status)
+    def run(launch: str, *arguments: object, status: int = 0, **env: object) -> str:
+        return start(launch, *arguments, **env).finish(status)
 
     return run
 
@@ -146,6 +159,16 @@ def losses(text: str) -> list[float]:
 
 def load(path: Path) -> dict:
     return torch.load(path, weights_only=True)
+
+
+def same_bytes(a: dict, b: dict) -> bool:
+    """Whether two snapshots' weights and momenta are the same, bit for bit."""
+    tensors = [(a["model"][name], b["model"][name]) for name in a["model"]]
+    for index, state in a["optimizer"]["state"].items():
+        other = b["optimizer"]["state"][index]
+        tensors.append((state["momentum_buffer"], other["momentum_buffer"]))
+    assert len(tensors) > len(a["model"])
+    return all(torch.equal(x, y) for x, y in tensors)
 
 
 def difference(a: dict, b: dict) -> float:
@@ -173,6 +196,25 @@ def idx_files(folder: Path, train: int, test: int, seed: int = 0) -> Path:
         header = struct.pack(">II", 0x801, count)
         (raw / f"{part}-labels-idx1-ubyte").write_bytes(header + labels.astype("u1").tobytes())
     return folder
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory):
+    """whole(launch) -> arguments, output and snapshot of a run that nobody stopped; made once."""
+    folder = tmp_path_factory.mktemp("whole")
+    data = ("--dataset", "fashion-mnist", "--data-dir", str(idx_files(folder, 4_000, 10)))
+    made = {}
+
+    def whole(launch: tuple) -> tuple[tuple, str, dict]:
+        # The ConvNet has dropout: its masks are the same only if every rank's RNG is restored.
+        options = (2, *launch[1:], *data, "--model", "convnet", "--no-progress")
+        options += ("--log-interval", 1)
+        if launch not in made:
+            text = Job(command(launch[0], *options), folder, {}).finish()
+            made[launch] = text, load(folder / "checkpoint.pt")
+        return options, *made[launch]
+
+    return whole
 
 
 @pytest.fixture

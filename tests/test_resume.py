@@ -4,25 +4,16 @@ import os
 import re
 import shutil
 import signal
-import sys
 import time
 from collections import Counter
 
 import pytest
 import torch
-from conftest import ROOT, Job, difference, epochs, idx_files, load
+from conftest import TORCHRUN, difference, epochs, load, same_bytes
 
 QUIET = ("--no-progress", "--log-interval", 1)
 SPAWN2 = ("ddp_spawn.py", "--nproc-per-node", 2)
-
-
-def same_bytes(a: dict, b: dict) -> bool:
-    tensors = [(a["model"][name], b["model"][name]) for name in a["model"]]
-    for index, state in a["optimizer"]["state"].items():
-        other = b["optimizer"]["state"][index]
-        tensors.append((state["momentum_buffer"], other["momentum_buffer"]))
-    assert len(tensors) > len(a["model"])
-    return all(torch.equal(x, y) for x, y in tensors)
+TORCHRUN2 = (TORCHRUN.format(2),)
 
 
 # The ConvNet has dropout: its masks are the same only if every rank's RNG state is restored.
@@ -34,6 +25,7 @@ def same_bytes(a: dict, b: dict) -> bool:
         (("data_parallel.py",), "convnet"),
         (SPAWN2, "convnet"),
         (("ddp_spawn.py", "--nproc-per-node", 4), "mlp"),
+        (TORCHRUN2, "convnet"),
     ],
 )
 def test_stopped_after_each_epoch(run, tmp_path, fashion, launch, model):
@@ -50,26 +42,8 @@ def test_stopped_after_each_epoch(run, tmp_path, fashion, launch, model):
     assert epochs(run(launch[0], 3, *options, "--resume")) == []  # there is nothing left to do
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """whole(launch) -> options, output and snapshot of a run that nobody stopped; made once."""
-    folder = tmp_path_factory.mktemp("whole")
-    data = ("--dataset", "fashion-mnist", "--data-dir", str(idx_files(folder, 4_000, 10)))
-    made = {}
-
-    def whole(launch: tuple) -> tuple[tuple, str, dict]:
-        options = (2, *launch[1:], *data, "--model", "convnet", *QUIET)
-        if launch not in made:
-            command = [sys.executable, str(ROOT / launch[0]), *map(str, options)]
-            text = Job(command, folder, {}).finish()
-            made[launch] = text, load(folder / "checkpoint.pt")
-        return options, *made[launch]
-
-    return whole
-
-
 def send(job, how: str) -> int:
-    """Ask the job to stop; the exit status that shells give to it."""
+    """Ask the job to stop; the exit status that shells give to it. torchrun has only 1."""
     pid = job.process.pid
     if how == "SIGTERM to the parent":
         os.kill(pid, signal.SIGTERM)
@@ -81,6 +55,12 @@ def send(job, how: str) -> int:
         os.kill(pid, signal.SIGINT)
     elif how == "SIGTERM to rank 1":
         os.kill(job.workers()[1], signal.SIGTERM)
+    elif how == "SIGTERM to all, twice":
+        os.killpg(pid, signal.SIGTERM)
+        time.sleep(0.2)
+        os.killpg(pid, signal.SIGTERM)
+    if "torchrun" in job.process.args[0]:
+        return 1
     return 128 + (signal.SIGTERM if "TERM" in how else signal.SIGINT)
 
 
@@ -95,6 +75,11 @@ def send(job, how: str) -> int:
         (SPAWN2, "SIGTERM to rank 1"),
         (SPAWN2, "SIGINT to the parent"),
         (SPAWN2, "Ctrl-C"),
+        (TORCHRUN2, "SIGTERM to the parent"),
+        (TORCHRUN2, "SIGTERM to all, twice"),
+        (TORCHRUN2, "SIGTERM to rank 1"),
+        (TORCHRUN2, "Ctrl-C"),
+        (("ddp_torchrun.py",), "Ctrl-C"),
     ],
 )
 def test_asked_to_stop_in_the_middle_of_an_epoch(run, start, tmp_path, whole, launch, how):
@@ -103,7 +88,8 @@ def test_asked_to_stop_in_the_middle_of_an_epoch(run, start, tmp_path, whole, la
     job.wait_for(r"Epoch 1 \| Step 3 ")
     text = job.finish(send(job, how))
     stopped = re.search(r"^Epoch 1 \| Stopped at sample (\d+), saved at checkpoint.pt$", text, re.M)
-    assert stopped and "Traceback" not in text and "Total time" not in text, text
+    script = launch[0].split()[-1]  # torchrun shows a traceback of its own
+    assert stopped and f'{script}", line' not in text and "Total time" not in text, text
     snapshot = load(tmp_path / "checkpoint.pt")
     assert snapshot["epoch"] == 1 and 0 < snapshot["samples_seen"] == int(stopped[1]) < 4_000
     assert not same_bytes(snapshot, expected)

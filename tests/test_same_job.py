@@ -4,12 +4,11 @@ In double precision, where rounding cannot hide a mistake: a wrong shard, a wron
 batch or a missing all-reduce shows at 1e-3, rounding at 1e-15.
 """
 
-import sys
 from collections import Counter
 from itertools import chain
 
 import pytest
-from conftest import ROOT, Job, difference, epochs, load, losses
+from conftest import TORCHRUN, Job, command, difference, epochs, load, losses
 
 DOUBLE = {"LADDER_DTYPE": "float64"}
 MLP = (2, "--model", "mlp", "--no-progress", "--log-interval", 50)
@@ -19,8 +18,8 @@ MLP = (2, "--model", "mlp", "--no-progress", "--log-interval", 50)
 def reference(tmp_path_factory):
     """Two epochs of the digits, one process, batches of 64."""
     folder = tmp_path_factory.mktemp("reference")
-    command = [sys.executable, str(ROOT / "single_gpu.py"), *map(str, MLP), "--batch-size", "64"]
-    return Job(command, folder, DOUBLE).finish(), load(folder / "checkpoint.pt")
+    job = Job(command("single_gpu.py", *MLP, "--batch-size", 64), folder, DOUBLE)
+    return job.finish(), load(folder / "checkpoint.pt")
 
 
 @pytest.mark.parametrize(
@@ -29,6 +28,9 @@ def reference(tmp_path_factory):
         ("ddp_spawn.py", ("--nproc-per-node", 2, "--batch-size", 32)),
         ("ddp_spawn.py", ("--nproc-per-node", 4, "--batch-size", 16)),
         ("data_parallel.py", ("--batch-size", 64)),
+        ("ddp_torchrun.py", ("--batch-size", 16, "--accumulate", 4)),
+        (TORCHRUN.format(2), ("--batch-size", 32)),
+        (TORCHRUN.format(4), ("--batch-size", 8, "--accumulate", 2)),
     ],
 )
 def test_two_epochs_agree_to_rounding(run, tmp_path, reference, script, options):
@@ -64,6 +66,35 @@ def test_a_last_batch_that_is_shared_out_unevenly_has_its_right_weight(
     run("single_gpu.py", *common, "--batch-size", 64, "--snapshot-path", "one.pt", **DOUBLE)
     run("ddp_spawn.py", *common, "--batch-size", 16, "--nproc-per-node", 4, **DOUBLE)
     assert difference(load(tmp_path / "checkpoint.pt"), load(tmp_path / "one.pt")) < 1e-12
+
+
+@pytest.mark.parametrize("count", [65, 70, 90])
+def test_accumulated_batches_are_one_large_batch(run, tmp_path, fashion, count):
+    """4 x 8 against 1 x 32. The last step has 1 sample, 6 in one short batch, or 26 in four."""
+    common = (2, *fashion(count, 10), "--no-progress", "--log-interval", 1)
+    expected = run(
+        "single_gpu.py", *common, "--batch-size", 32, "--snapshot-path", "1.pt", **DOUBLE
+    )
+    assert len(losses(expected)) == 6
+    for launch, options in (
+        ("ddp_torchrun.py", ("--batch-size", 8, "--accumulate", 4)),
+        (TORCHRUN.format(2), ("--batch-size", 4, "--accumulate", 4)),
+    ):
+        assert losses(run(launch, *common, *options, **DOUBLE)) == losses(expected)
+        assert difference(load(tmp_path / "checkpoint.pt"), load(tmp_path / "1.pt")) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [
+        ("ddp_spawn.py", "--nproc-per-node", 3),
+        (TORCHRUN.format(3), "--batch-size", 8, "--accumulate", 3),
+    ],
+)
+def test_replicas_hold_the_same_bytes_at_the_end(run, fashion, launch):
+    text = run(*launch, *fashion(500, 10), "--model", "convnet", LADDER_CHECKSUM=1)
+    checksums = [line for line in text.splitlines() if line.startswith("checksum ")]
+    assert len(checksums) == 3 and len(set(checksums)) == 1
 
 
 def test_float32_agrees_for_the_first_ten_steps(run, tmp_path, fashion):

@@ -11,6 +11,7 @@ LADDER_FAKE_GPUS=n       torch.accelerator reports n CUDA devices
 LADDER_HIDE=module       as if it were not installed
 LADDER_DIE=rank          this rank exits with status 3 before it joins the group
 LADDER_PRCTL=off         mp.spawn cannot ask the kernel to signal children when the parent dies
+LADDER_CHECKSUM=1        every rank prints one of its DDP module's weights when it leaves the group
 LADDER_SLOW=rank         this rank sleeps for 0.3 s after every step of the optimizer
 """
 
@@ -85,6 +86,25 @@ if hooks and not any("resource_tracker" in word for word in sys.orig_argv):
 
     if "PRCTL" in hooks:
         sys.modules["torch.multiprocessing.spawn"]._prctl_pr_set_pdeathsig = lambda signum: None
+
+    if "CHECKSUM" in hooks:
+        import hashlib
+
+        ddp_init = torch.nn.parallel.DistributedDataParallel.__init__
+        destroy_process_group = torch.distributed.destroy_process_group
+        modules = []
+
+        def init_and_keep(self, module, *args, **kwargs):
+            modules.append(module)
+            ddp_init(self, module, *args, **kwargs)
+
+        def print_and_destroy():
+            weights = b"".join(p.detach().numpy().tobytes() for p in modules[0].parameters())
+            print(f"checksum {hashlib.sha256(weights).hexdigest()}\n", end="", flush=True)
+            destroy_process_group()
+
+        torch.nn.parallel.DistributedDataParallel.__init__ = init_and_keep
+        torch.distributed.destroy_process_group = print_and_destroy
 
     if "SLOW" in hooks:
         sgd_step = torch.optim.SGD.step

@@ -1,0 +1,455 @@
+"""Train on all devices of this host: torchrun starts a process for each, and restarts them.
+
+    torchrun --nproc_per_node=4 ddp_torchrun.py               four processes
+    torchrun --nproc_per_node=gpu ddp_torchrun.py 50 10       one a GPU
+    torchrun --nproc_per_node=4 --max-restarts=3 ddp_torchrun.py 50
+    python ddp_torchrun.py --resume                           one process, no torchrun
+    torchrun --nproc_per_node=4 ddp_torchrun.py --batch-size 8 --accumulate 4 --amp bf16 --compile
+    python ddp_torchrun.py --help                             all options
+
+`python -m torch.distributed.run` is torchrun by another name, and `-m torch.distributed.launch` an
+older one. The processes learn their ranks from the environment. The global batch is --batch-size
+times the processes times --accumulate. With --max-restarts, a crash or a kill of any process
+restarts all, and they go on from the last snapshot of this run; export
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or restarts may fail to meet. Ctrl-C and SIGTERM stop all
+after the same step and save a snapshot; --resume then ends with the same weights as a run that was
+never stopped. To make it yours, edit what is marked "load your".
+"""
+
+import argparse
+import contextlib
+import datetime
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
+from tqdm import tqdm
+
+from common.data import DATASETS, DataError, ShardedBatchSampler, collate, load_dataset
+from common.model import DEFAULT_MODEL, MODELS, build_model
+from common.seed import get_rng_state, set_rng_state, set_seed
+
+tqdm.set_lock(threading.RLock())  # its own is a semaphore that a killed process leaves behind
+
+# torchrun sets these; where nothing does, this process is the whole world.
+RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
+LOCAL_WORLD_SIZE = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+LAUNCHER = os.getppid()
+AMP = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Trainer:
+    def __init__(
+        self,
+        model: nn.Module,
+        train_data: DataLoader,
+        test_data: DataLoader,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        stop: torch.Tensor,
+        args: argparse.Namespace,
+    ) -> None:
+        self.device, self.stop, self.args = device, stop, args
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        model = model.to(device)
+        if args.sync_bn:
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        if args.compile:
+            model.compile()  # in place: the names of the weights stay as they are
+        self.model = DDP(model, None if device.type == "cpu" else [device.index])
+        self.autocast = torch.autocast(device.type, AMP[args.amp], enabled=args.amp != "off")
+        self.scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
+        self.train_data, self.test_data = train_data, test_data
+        self.optimizer = optimizer
+        self.epoch = 0  # the epoch in progress
+        self.samples_seen = 0  # those of its samples that the job has trained on
+        self.loss_sum = torch.zeros((), device=device)  # over these samples
+        self.stopped = 0  # by the signal of this number
+        self.run = run_name()
+        self._settle_buckets()
+        self._load_snapshot()
+        self.writer = None
+        if args.log_dir and self.rank == 0:
+            from torch.utils.tensorboard import SummaryWriter  # an extra, and slow to import
+
+            self.writer = SummaryWriter(args.log_dir, purge_step=self.epoch)
+
+    def _settle_buckets(self) -> None:
+        # DDP rearranges its buckets of gradients after the first backward pass, and with them the
+        # order of summation. Do that first, or a resumed run would round differently.
+        source = self.train_data.dataset[0][0].unsqueeze(0)
+        self.model.eval()
+        with torch.compiler.set_stance("force_eager"):  # not worth compiling
+            self.model(source.to(self.device)).sum().backward()
+
+    def _run_batch(self, source: torch.Tensor, targets: torch.Tensor, count: int) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        loss_sum = torch.zeros((), device=self.device)
+        b_sz = self.args.batch_size
+        micro_batches = list(zip(source.split(b_sz), targets.split(b_sz), strict=True))
+        for number, (source, targets) in enumerate(micro_batches, start=1):
+            # Gradients add up locally; the last backward pass all-reduces the sum.
+            last = number == len(micro_batches)
+            with contextlib.nullcontext() if last else self.model.no_sync():
+                with self.autocast:
+                    output = self.model(source)
+                    loss = F.cross_entropy(output, targets, reduction="sum")
+                # DDP averages over the ranks: this makes it the mean over the global batch of
+                # `count`, also for the last one of an epoch, which may be shared out unevenly.
+                self.scaler.scale(loss * self.world_size / count).backward()
+            loss_sum += loss.detach()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return loss_sum
+
+    def _run_epoch(self, epoch: int) -> None:
+        b_sz, log_interval = self.args.batch_size, self.args.log_interval
+        name = self.device.type.upper().replace("CUDA", "GPU")
+        self.train_data.batch_sampler.set_epoch(epoch, self.samples_seen)
+        line = f"Epoch {epoch} | Batchsize: {b_sz} | Steps: {len(self.train_data)}"
+        log(f"[{name}{self.rank}] {line}", every_rank=True)
+        self.model.train()
+        quiet = self.args.no_progress or self.rank > 0
+        progress = tqdm(self.train_data, leave=False, disable=quiet or None)
+        for step, (source, targets) in enumerate(progress, start=1):
+            source = source.to(self.device, non_blocking=True)
+            targets = targets.to(self.device, non_blocking=True)
+            left = len(self.train_data.dataset) - self.samples_seen
+            count = min(b_sz * self.args.accumulate * self.world_size, left)  # the global batch
+            loss = self._run_batch(source, targets, count)
+            self.loss_sum += loss
+            self.samples_seen += count
+            if log_interval and step % log_interval == 0:
+                dist.all_reduce(loss)
+                log(f"Epoch {epoch} | Step {step} | Loss: {loss.item() / count:.6f}")
+            self.stopped = self._stop_agreed(step)
+            if self.stopped:
+                break
+        progress.close()
+
+    def _stop_agreed(self, step: int) -> int:
+        # Every rank must leave the loop after the same step, or the others wait in an all-reduce
+        # for the one that left. Asking costs a round trip: do it at every tenth step.
+        if step % 10 > 0 and step < len(self.train_data):
+            return 0
+        orphaned = dist.is_torchelastic_launched() and os.getppid() != LAUNCHER
+        signum = signal.SIGTERM if orphaned else self.stop.item()
+        answer = torch.tensor(signum, device=self.device)
+        dist.all_reduce(answer, op=dist.ReduceOp.MAX)
+        return answer.item()
+
+    @torch.no_grad()
+    def _evaluate(self) -> tuple[torch.Tensor, torch.Tensor]:
+        for buffer in self.model.buffers():
+            dist.broadcast(buffer, src=0)  # BatchNorm's statistics differ between ranks
+        self.model.eval()
+        loss_sum = torch.zeros((), device=self.device)
+        correct = torch.zeros((), device=self.device)
+        for source, targets in self.test_data:
+            source = source.to(self.device, non_blocking=True)
+            targets = targets.to(self.device, non_blocking=True)
+            with self.autocast:
+                output = self.model.module(source)  # shards differ in length: no collectives
+                loss_sum += F.cross_entropy(output, targets, reduction="sum")
+            correct += (output.argmax(dim=1) == targets).sum()
+        return loss_sum, correct
+
+    def _save_snapshot(self) -> None:
+        rng_states = [None] * self.world_size
+        dist.all_gather_object(rng_states, get_rng_state(self.device))
+        loss_sum = self.loss_sum.clone()
+        dist.all_reduce(loss_sum)
+        if self.rank > 0:
+            return
+        snapshot = {
+            "model": self.model.module.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "epoch": self.epoch,
+            "samples_seen": self.samples_seen,
+            "loss_sum": loss_sum.item(),
+            "rng_states": rng_states,
+            "settings": {**vars(self.args), "run": self.run},
+        }
+        # Whole or not at all: whatever happens here, the snapshot before is still there.
+        path, temporary = Path(self.args.snapshot_path), Path(f"{self.args.snapshot_path}.tmp")
+        try:
+            with temporary.open("wb") as file:
+                torch.save(snapshot, file)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except (OSError, RuntimeError) as error:  # the latter from torch.save
+            temporary.unlink(missing_ok=True)
+            sys.exit(f"error: cannot save {path} ({error}): make room, then --resume")
+
+    def _is_restart(self) -> bool:
+        # After a crash torchrun starts everything anew: go on from what this run has saved, but
+        # never from the snapshot of an earlier one; --resume asks for that.
+        try:
+            snapshot = torch.load(self.args.snapshot_path, map_location="cpu", weights_only=True)
+            return snapshot["settings"]["run"] == self.run
+        except Exception:  # there is none yet, or it is another program's
+            return False
+
+    def _read_snapshot(self) -> dict | None:
+        path = Path(self.args.snapshot_path)
+        if not path.exists():
+            log(f"No snapshot at {path}, starting from the beginning")
+            return None
+        try:
+            snapshot = torch.load(path, map_location="cpu", weights_only=True)
+            for name in ("dataset", "model", "seed"):
+                then, now = snapshot["settings"][name], getattr(self.args, name)
+                if then != now:
+                    raise ValueError(f"made with --{name} {then}, and this run has {now}")
+            self.model.module.load_state_dict(snapshot["model"])
+        except Exception as error:  # torch.load and load_state_dict raise nearly everything
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            sys.exit(f"error: cannot resume from {path} ({reason}): name another --snapshot-path")
+        return snapshot
+
+    def _load_snapshot(self) -> None:
+        box = [None]
+        if self.rank == 0 and (self.args.resume or self._is_restart()):
+            box = [self._read_snapshot()]
+        dist.broadcast_object_list(box)  # no other rank needs the file
+        snapshot = box[0]
+        if snapshot is None:
+            return
+        self.model.module.load_state_dict(snapshot["model"])
+        self.optimizer.load_state_dict(snapshot["optimizer"])
+        for group in self.optimizer.param_groups:  # the command line overrules the snapshot
+            group.update(lr=self.args.lr, momentum=self.args.momentum)
+        self.epoch, self.samples_seen = snapshot["epoch"], snapshot["samples_seen"]
+        self.loss_sum.fill_(snapshot["loss_sum"] if self.rank == 0 else 0)
+        if self.rank < len(snapshot["rng_states"]):  # there may be more processes than then
+            set_rng_state(snapshot["rng_states"][self.rank], self.device)
+        log(f"Resuming training from snapshot at Epoch {self.epoch}, sample {self.samples_seen}")
+
+    def train(self, total_epochs: int) -> None:
+        path, save_every = self.args.snapshot_path, self.args.save_every
+        samples, total = len(self.train_data.dataset), len(self.test_data.dataset)
+        for epoch in range(self.epoch, total_epochs):
+            seen, start = self.samples_seen, time.perf_counter()
+            self._run_epoch(epoch)
+            if self.device.type != "cpu":
+                torch.accelerator.synchronize()  # the clock must not stop before the device
+            rate = (self.samples_seen - seen) / (time.perf_counter() - start)
+            if self.stopped:
+                self._save_snapshot()
+                log(f"Epoch {epoch} | Stopped at sample {self.samples_seen}, saved at {path}")
+                return
+            sums = torch.stack((self.loss_sum, *self._evaluate()))
+            dist.all_reduce(sums)
+            train_loss, test_loss, correct = sums.tolist()
+            train_loss, test_loss = train_loss / samples, test_loss / total
+            losses = f"Train loss: {train_loss:.4f} | Test loss: {test_loss:.4f}"
+            accuracy = f"Accuracy: {correct:.0f}/{total} ({correct / total:.2%})"
+            log(f"Epoch {epoch} | {losses} | {accuracy} | {rate:.0f} samples/s")
+            if self.writer:
+                self.writer.add_scalar("loss/train", train_loss, epoch)
+                self.writer.add_scalar("loss/test", test_loss, epoch)
+                self.writer.add_scalar("accuracy", correct / total, epoch)
+                self.writer.add_scalar("samples_per_second", rate, epoch)
+                self.writer.flush()
+            self.epoch, self.samples_seen = epoch + 1, 0
+            self.loss_sum.zero_()
+            if self.epoch % save_every == 0 or self.epoch == total_epochs:
+                self._save_snapshot()
+                log(f"Epoch {epoch} | Training checkpoint saved at {path}")
+
+
+def run_name() -> str:
+    # torchrun tells each process where to report errors: in a folder that it makes anew for a run
+    # and keeps for its restarts, <run>/attempt_<n>/<local rank>/error.json.
+    report = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(report).parents[2].name if report else uuid.uuid4().hex
+
+
+def ddp_setup(args: argparse.Namespace) -> torch.device:
+    if "OMP_NUM_THREADS" not in os.environ:  # or else every process takes all cores
+        torch.set_num_threads(max(1, torch.get_num_threads() // LOCAL_WORLD_SIZE))
+    device, device_id = torch.device("cpu"), None
+    if args.device != "cpu":
+        index = LOCAL_RANK % torch.accelerator.device_count()
+        device = device_id = torch.device(args.device, index)
+        torch.accelerator.set_device_index(device.index)
+    loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
+    if loopback and WORLD_SIZE == LOCAL_WORLD_SIZE:  # none of these listens to the network
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    dist.init_process_group(
+        args.backend,
+        store=None if "RANK" in os.environ else dist.HashStore(),  # None: torchrun's
+        rank=RANK,
+        world_size=WORLD_SIZE,
+        timeout=datetime.timedelta(seconds=args.timeout),
+        device_id=device_id,
+    )
+    line = f"[rank {RANK} of {WORLD_SIZE}] host {socket.gethostname()} | device {device}"
+    line += f" | backend {dist.get_backend()} | threads {torch.get_num_threads()}"
+    log(line, every_rank=True)
+    return device
+
+
+def load_train_objs(args: argparse.Namespace) -> tuple:
+    if LOCAL_RANK > 0:
+        dist.barrier()  # while the first process of this host downloads
+    train_set, test_set = load_dataset(args.dataset, args.data_dir)  # load your dataset
+    if LOCAL_RANK == 0:
+        dist.barrier()
+    set_seed(args.seed, deterministic=args.deterministic)  # the same weights on every rank
+    model = build_model(args.model, train_set.images.shape[1:])  # load your model
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
+    return train_set, test_set, model, optimizer
+
+
+def prepare_dataloader(dataset: Dataset, sampler: Sampler, device: torch.device) -> DataLoader:
+    return DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        collate_fn=collate,
+        num_workers=0,  # the data are in memory; with files on disk, 4 or more
+        pin_memory=device.type not in ("cpu", "mps"),
+        generator=torch.Generator(),  # its own, so that it draws nothing from the model's
+    )
+
+
+def log(line: str, every_rank: bool = False) -> None:
+    if RANK > 0 and not every_rank:
+        return
+    tqdm.write(f"{line}\n", end="")  # one write, above the progress bar
+    sys.stdout.flush()
+
+
+def catch_stop_signals(stop: torch.Tensor) -> None:
+    def on_signal(signum: int, frame: object) -> None:
+        stop.fill_(signum)
+        if not dist.is_torchelastic_launched():  # torchrun passes on what came here already
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C
+
+    signal.signal(signal.SIGINT, on_signal)
+    signal.signal(signal.SIGTERM, on_signal)
+
+
+def device_names() -> list[str]:
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return [found.type, "cpu"] if found and found.type != "mps" else ["cpu"]
+
+
+def parse_args() -> argparse.Namespace:
+    usage = "%(prog)s [total_epochs] [save_every] [options]"
+    parser = argparse.ArgumentParser(usage=usage, description=__doc__.split("\n")[0])
+    add, devices = parser.add_argument, device_names()
+    add("total_epochs", nargs="?", type=int, default=5, help="total epochs to train the model")
+    add("save_every", nargs="?", type=int, default=1, help="how often to save a snapshot")
+    add("--batch-size", "--batch_size", type=int, default=32, help="samples a device and step")
+    add("--test-batch-size", type=int, default=1000, help="the same in evaluation")
+    add("--lr", type=float, default=0.01, help="learning rate of SGD")
+    add("--momentum", type=float, default=0.9, help="momentum of SGD")
+    add("--dataset", choices=DATASETS, default="digits", help="digits needs no download")
+    add("--data-dir", default="data", help="where torchvision keeps or downloads the others")
+    add("--model", choices=MODELS, help="default: what suits the data set")
+    add("--seed", type=int, default=42)
+    add("--deterministic", action="store_true", help="deterministic kernels on an accelerator")
+    add("--device", choices=["auto", *devices], default="auto")
+    add("--snapshot-path", default="checkpoint.pt")
+    add("--resume", action="store_true", help="go on from the snapshot where there is one")
+    add("--log-interval", type=int, default=0, help="steps between loss lines (0: none)")
+    add("--log-dir", help="folder for TensorBoard's event files")
+    add("--no-progress", action="store_true", help="no progress bar")
+    add("--accumulate", type=int, default=1, help="batches a step, one after the other")
+    add("--amp", choices=AMP, default="off", help="automatic mixed precision")
+    add("--compile", action="store_true", help="torch.compile: slow to start, then faster")
+    add("--sync-bn", action="store_true", help="BatchNorm over all ranks; not on a CPU")
+    add("--local-rank", "--local_rank", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    add("--backend", default="auto", help="nccl, gloo ...; auto: what suits the device")
+    add("--timeout", type=int, default=120, help="seconds that a collective may take")
+    args = parser.parse_args()
+    args.model = args.model or DEFAULT_MODEL[args.dataset]
+    args.device = devices[0] if args.device == "auto" else args.device
+    count = 0 if args.device == "cpu" else torch.accelerator.device_count()
+    if args.backend == "auto":
+        args.backend = dist.get_default_backend_for_device(args.device)
+    serves = dist.Backend.backend_capability.get(args.backend, [])
+    if args.device not in serves or not dist.is_backend_available(args.backend):
+        parser.error(f"--backend {args.backend} does not work on {args.device} here: use auto")
+    if args.device != "cpu" and count < LOCAL_WORLD_SIZE and args.backend != "gloo":
+        parser.error(
+            f"{LOCAL_WORLD_SIZE} processes are more than {count} devices: use "
+            f"--nproc_per_node={count}, --device cpu, or --backend gloo, where they may share one"
+        )
+    if args.sync_bn and args.device == "cpu":
+        parser.error("--sync-bn needs an accelerator: leave it out on a CPU")
+    if args.compile and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++", "cl"))):
+        parser.error("--compile needs a C++ compiler: install g++, or leave it out")
+    for name, value in vars(args).items():
+        low = 0 if name in ("lr", "momentum", "seed", "log_interval") else 1
+        if type(value) in (int, float) and not low <= value < 2**32:
+            parser.error(f"{name} is {value}: it must be {low} or more, and below 2**32")
+    path = Path(args.snapshot_path)
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        parser.error(f"--snapshot-path {path}: name a file in a folder that you may write to")
+    if args.log_dir and not importlib.util.find_spec("tensorboard"):
+        parser.error("--log-dir needs TensorBoard: pip install tensorboard")
+    return args
+
+
+def main(args: argparse.Namespace, stop: torch.Tensor) -> None:
+    device = ddp_setup(args)
+    train_set, test_set, model, optimizer = load_train_objs(args)
+    set_seed(args.seed, RANK, args.deterministic)  # from here on each rank draws its own
+    batch_size = args.batch_size * args.accumulate
+    train_sampler = ShardedBatchSampler(train_set, batch_size, WORLD_SIZE, RANK, args.seed)
+    shard = range(RANK, len(test_set), WORLD_SIZE)  # no padding: every sample counts once
+    test_sampler = BatchSampler(shard, args.test_batch_size, drop_last=False)
+    train_data = prepare_dataloader(train_set, train_sampler, device)
+    test_data = prepare_dataloader(test_set, test_sampler, device)
+    trainer = Trainer(model, train_data, test_data, optimizer, device, stop, args)
+    catch_stop_signals(stop)
+    trainer.train(args.total_epochs)
+    dist.barrier()  # a process that exits right after an all-reduce may crash gloo's threads
+    dist.destroy_process_group()
+    if trainer.stopped:
+        sys.exit(128 + trainer.stopped)  # the shells' number for a signal: not done yet
+
+
+@record  # without it torchrun's report has no traceback
+def run(args: argparse.Namespace, stop: torch.Tensor) -> None:
+    try:
+        main(args, stop)
+    except RuntimeError as error:
+        # When a rank fails, the others lose it. Let torchrun report the one, not the others.
+        if "gloo" not in str(error) and not isinstance(error, dist.DistError):
+            raise
+        reason = str(error).splitlines()[0]
+        sys.exit(f"error: rank {RANK} has lost the others, look there for the cause ({reason})")
+
+
+if __name__ == "__main__":
+    args, start = parse_args(), time.perf_counter()
+    line = "total_epochs: {total_epochs}, save_every: {save_every}, batch_size: {batch_size}"
+    log(line.format(**vars(args)))
+    try:
+        run(args, stop=torch.zeros((), dtype=torch.int32))
+    except (DataError, OSError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    log(f"Total time: {time.perf_counter() - start:.3f}s")
