@@ -28,6 +28,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # see destroy_process_group
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
@@ -368,7 +369,9 @@ def main(
     trainer = Trainer(model, train_data, test_data, optimizer, device, stop, args)
     catch_stop_signals(stop)
     trainer.train(args.total_epochs)
-    dist.barrier()  # a process that exits right after an all-reduce may crash gloo's threads
+    # gloo's threads end with the last reference to the group, before Python does, or they may crash
+    # it. That is when this function returns: thanks to the early import of nn.functional, which
+    # would, imported by DDP, keep the group as the default of its arguments.
     dist.destroy_process_group()
     if trainer.stopped:
         sys.exit(128 + trainer.stopped)  # the shells' number for a signal: not done yet

@@ -32,6 +32,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # see destroy_process_group
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -234,6 +235,8 @@ class Trainer:
             return
         self.model.module.load_state_dict(snapshot["model"])
         self.optimizer.load_state_dict(snapshot["optimizer"])
+        if snapshot["scaler"]:  # the run before had one, too
+            self.scaler.load_state_dict(snapshot["scaler"])
         for group in self.optimizer.param_groups:  # the command line overrules the snapshot
             group.update(lr=self.args.lr, momentum=self.args.momentum)
         self.epoch, self.samples_seen = snapshot["epoch"], snapshot["samples_seen"]
@@ -424,7 +427,9 @@ def main(args: argparse.Namespace, stop: torch.Tensor) -> None:
     trainer = Trainer(model, train_data, test_data, optimizer, device, stop, args)
     catch_stop_signals(stop)
     trainer.train(args.total_epochs)
-    dist.barrier()  # a process that exits right after an all-reduce may crash gloo's threads
+    # gloo's threads end with the last reference to the group, before Python does, or they may crash
+    # it. That is when this function returns: thanks to the early import of nn.functional, which
+    # would, imported by DDP, keep the group as the default of its arguments.
     dist.destroy_process_group()
     if trainer.stopped:
         sys.exit(128 + trainer.stopped)  # the shells' number for a signal: not done yet

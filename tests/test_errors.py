@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, epochs, idx_files, load
+from conftest import ROOT, SCRIPTS, TORCHRUN, epochs, idx_files, load
 
 USAGE = [
     ((0,), "total_epochs is 0"),
@@ -198,6 +198,14 @@ def test_disk_full_while_saving(tmp_path, fashion, script):
     assert re.search(r"^error: cannot save checkpoint.pt ", text, re.M), text
     assert (tmp_path / "checkpoint.pt").read_bytes() == before
     assert not (tmp_path / "checkpoint.pt.tmp").exists()
+
+
+@pytest.mark.parametrize("launch", ["ddp_spawn.py", TORCHRUN.format(2)])
+def test_gloos_threads_end_before_python_does(run, fashion, launch):
+    """One that Python's end cuts off in the middle aborts the process: rarely, on a busy machine."""
+    text = run(launch, 1, *fashion(100, 10), LADDER_THREADS=1)
+    counts = [line for line in text.splitlines() if line.startswith("gloo threads: ")]
+    assert len(counts) == 3 and set(counts) == {"gloo threads: 0"}, text  # ranks and their parent
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -45,15 +45,27 @@ def test_there_are_two_set_up_commands():
     ]
 
 
+def blocks(section: str) -> list[list[str]]:
+    """The commands of a section, block by block."""
+    (text,) = re.findall(rf"^## {re.escape(section)}\n(.*?)(?=^## |\Z)", README, re.M | re.S)
+    return [block.splitlines() for block in re.findall(r"```bash\n(.*?)```", text, re.S)]
+
+
 def test_the_commands_in_their_order(clone):
-    (block,) = re.findall(r"```bash\n(python [^`]*)```", README)
-    outputs = [shell(command, clone) for command in block.splitlines()]
+    (commands,) = blocks("Which script for me?")
+    outputs = [shell(command, clone) for command in commands]
     assert [len(epochs(output)) for output in outputs] == [3, 3, 3, 1, 0]
     assert "usage: ddp_spawn.py" in outputs[-1]
 
 
+def test_the_commands_for_torchrun(clone):
+    (commands,) = blocks("torchrun")
+    outputs = [shell(command, clone) for command in commands if not command.startswith("export ")]
+    assert [len(epochs(output)) for output in outputs] == [5, 3, 1, 2]
+
+
 def test_the_launch_lines_of_the_table(clone):
-    commands = re.findall(r"\| `(python [^`]*) 50 10` \|", README)
+    commands = re.findall(r"\| `((?:python|torchrun) [^`]*) 50 10` \|", README)
     assert [command.split()[-1] for command in commands] == list(SCRIPTS)
     for command in commands:
         assert len(epochs(shell(f"{command} 1 1", clone))) == 1
@@ -67,7 +79,7 @@ def test_the_files_that_it_names_are_there():
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_docstrings_name_options_that_exist(clone, script):
     text = (ROOT / script).read_text().split('"""')[1]
-    known = shell(f"python {script} --help", clone)
-    for option in re.findall(r"(--[a-z][a-z-]+)", text):
+    known = shell(f"python {script} --help; torchrun --help", clone)
+    for option in re.findall(r"(--[a-z][a-z_-]+)", text):
         assert option in known, option
     assert f"python {script}" in text

@@ -45,12 +45,13 @@ def test_printed_lines(run, fashion, script):
     for rank in range(world_size):
         for epoch in range(2):
             assert f"[CPU{rank}] Epoch {epoch} | Batchsize: 8 | Steps: {steps}" in lines
-        if world_size == 2:
-            (line,) = [line for line in lines if line.startswith(f"[rank {rank} of 2] host ")]
-            threads = max(1, torch.get_num_threads() // 2)
+        if script.startswith("ddp"):
+            start = f"[rank {rank} of {world_size}] host "
+            (line,) = [line for line in lines if line.startswith(start)]
+            threads = max(1, torch.get_num_threads() // world_size)
             assert line.endswith(f" | device cpu | backend gloo | threads {threads}")
     assert "Epoch 1 | Training checkpoint saved at checkpoint.pt" in lines
-    others = {"single_gpu.py": 0, "data_parallel.py": 1, "ddp_spawn.py": 2}[script]
+    others = 0 if script == "single_gpu.py" else world_size  # one a rank, or about DataParallel
     assert len(epochs(text)) == 2 and len(lines) == 6 + 2 * world_size + others
     if script == "data_parallel.py":
         assert "DataParallel on cpu | Batches are not split: there is one device" in lines

@@ -1,0 +1,173 @@
+"""ddp_torchrun.py under torchrun: launching, restarts, failures, mixed precision, compilation."""
+
+import os
+import random
+import re
+import signal
+import time
+
+import pytest
+from conftest import TORCHRUN, difference, epochs, load, losses, same_bytes
+
+RESTARTS = "torchrun --standalone --nproc_per_node=2 --max-restarts=3 ddp_torchrun.py"
+# Without it, most restarts on torchrun's own rendezvous store fail; README says so.
+SHARED_STORE_OFF = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": 1}
+
+
+def test_ways_of_launching(run, tmp_path, fashion):
+    options = (1, *fashion(200, 10), "--no-progress")
+    launches = [
+        "torchrun --nproc_per_node=2 ddp_torchrun.py",
+        TORCHRUN.format(2),
+        "python -m torch.distributed.run --standalone --nproc-per-node 2 ddp_torchrun.py",
+        "python -m torch.distributed.launch --standalone --nproc_per_node=2 ddp_torchrun.py",
+    ]
+    snapshots = []
+    for launch in launches:
+        text = run(launch, *options)
+        assert "[rank 0 of 2] " in text and "[rank 1 of 2] " in text and len(epochs(text)) == 1
+        assert text.count("Steps: 4\n") == 2 and text.count("Total time: ") == 1
+        snapshots.append(load(tmp_path / "checkpoint.pt"))
+    assert all(same_bytes(snapshot, snapshots[0]) for snapshot in snapshots)
+
+
+def kill(job, rank: int) -> None:
+    os.kill(job.workers()[rank], signal.SIGKILL)
+
+
+def test_a_restart_goes_on_from_the_last_snapshot(start, tmp_path, whole):
+    options, _, expected = whole((TORCHRUN.format(2),))
+    job = start(RESTARTS, *options, **SHARED_STORE_OFF)
+    job.wait_for(r"Epoch 1 \| Step 3 ")
+    kill(job, 0)
+    text = job.finish()
+    assert "Resuming training from snapshot at Epoch 1, sample 0" in text
+    assert [line["epoch"] for line in epochs(text)] == [0, 1]
+    assert same_bytes(load(tmp_path / "checkpoint.pt"), expected)
+
+
+def test_a_restart_never_picks_up_an_earlier_runs_snapshot(run, start, tmp_path, whole):
+    """The crash comes before the first save, and a snapshot of the same job lies there."""
+    options, _, expected = whole((TORCHRUN.format(2),))
+    run(RESTARTS, 1, *options[1:], "--lr", 0.1, **SHARED_STORE_OFF)
+    assert load(tmp_path / "checkpoint.pt")["epoch"] == 1
+    job = start(RESTARTS, *options, **SHARED_STORE_OFF)
+    job.wait_for(r"Epoch 0 \| Step 3 ")
+    kill(job, 1)
+    text = job.finish()
+    assert text.count("Epoch 0 | Step 3 ") == 2 and "Resuming" not in text
+    assert same_bytes(load(tmp_path / "checkpoint.pt"), expected)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_killed_at_a_random_moment(start, tmp_path, whole, seed):
+    options, _, expected = whole((TORCHRUN.format(2),))
+    draw = random.Random(seed)
+    rank, seconds = draw.randrange(2), draw.uniform(0, 8)
+    print(f"seed {seed}: kill rank {rank} after {seconds:.2f} s")
+    job = start(RESTARTS, *options, **SHARED_STORE_OFF)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end or len(job.workers()) < 2:
+        assert job.process.poll() is None, "done before it was killed: draw shorter times"
+        time.sleep(0.02)
+    kill(job, rank)
+    text = job.finish()
+    assert text.count("total_epochs: ") == 2 or text.count("[rank 0 of 2]") < 2, text
+    assert load(tmp_path / "checkpoint.pt")["epoch"] == 2
+    assert same_bytes(load(tmp_path / "checkpoint.pt"), expected)
+
+
+def test_workers_stop_when_torchrun_is_killed(run, start, tmp_path, whole):
+    options, _, expected = whole((TORCHRUN.format(2),))
+    job = start(TORCHRUN.format(2), *options)
+    job.wait_for(r"Epoch 1 \| Step 3 ")
+    os.kill(job.process.pid, signal.SIGKILL)
+    text = job.finish(-signal.SIGKILL)
+    assert "Epoch 1 | Stopped at sample" in text
+    run(TORCHRUN.format(2), *options, "--resume")
+    assert same_bytes(load(tmp_path / "checkpoint.pt"), expected)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_exception_of_any_rank_is_torchruns_root_cause(run, fashion, rank):
+    text = run(TORCHRUN.format(2), 2, *fashion(1000, 10), status=1, LADDER_RAISE=f"{rank}:5")
+    report = text.split("Root Cause (first observed failure):")[1]
+    assert f"rank      : {rank} (local_rank: {rank})" in report
+    assert "ArithmeticError: the test's own error" in report
+    assert re.search(r'ddp_torchrun.py", line \d+, in _run_batch', report)
+    # The other one says in a line that it has lost its peer: no stack dump.
+    assert text.count("Connection closed by peer") <= 1
+    assert f"error: rank {1 - rank} has lost the others" in text or "SIGTERM" in text
+
+
+def test_a_rank_that_hangs(start, fashion):
+    options = (50, *fashion(1000, 10), "--timeout", 3, "--log-interval", 1, "--no-progress")
+    job = start(TORCHRUN.format(2), *options)
+    job.wait_for("Step 3 ")
+    stopped = job.workers()[1]
+    os.kill(stopped, signal.SIGSTOP)
+    job.wait_for("error: rank 0 has lost the others, look there for the cause .*[Tt]imed out")
+    os.kill(stopped, signal.SIGCONT)  # torchrun would wait 30 s for it before it kills it
+    job.finish(1, seconds=60)
+
+
+def test_only_the_first_process_of_a_host_prepares_the_data(run):
+    """The download fails: one process has tried it, and the others end with it."""
+    proxies = {f"{scheme}_proxy": "http://127.0.0.1:9" for scheme in ("http", "https")}
+    text = run(TORCHRUN.format(3), 1, "--dataset", "mnist", status=1, **proxies)
+    lines = [line for line in text.splitlines() if line.startswith("error: cannot download MNIST")]
+    assert len(lines) == 1 and "--dataset digits" in lines[0], text
+
+
+def test_more_processes_than_devices(run, tmp_path):
+    text = run(TORCHRUN.format(3), 1, status=1, LADDER_FAKE_GPUS=2)
+    assert (
+        "ddp_torchrun.py: error: 3 processes are more than 2 devices: use --nproc_per_node=2, "
+        "--device cpu, or --backend gloo, where they may share one\n"
+    ) in text
+    assert not (tmp_path / "checkpoint.pt").exists()
+
+
+def test_bf16_is_as_accurate_within_a_point(run, tmp_path):
+    accuracy = {}
+    for amp in ("off", "bf16"):
+        lines = epochs(run(TORCHRUN.format(2), 3, "--no-progress", "--amp", amp))
+        assert lines[0]["train_loss"] > lines[2]["train_loss"]
+        accuracy[amp] = lines[2]["accuracy"]
+    assert accuracy["off"] > 97 and abs(accuracy["off"] - accuracy["bf16"]) < 1, accuracy
+    weights = load(tmp_path / "checkpoint.pt")["model"].values()
+    assert all("float32" in str(weight.dtype) for weight in weights)
+
+
+def test_fp16_scales_the_loss_and_resumes_the_scaler(run, tmp_path, fashion):
+    options = (*fashion(256, 10), "--amp", "fp16", "--no-progress")
+    whole = run(TORCHRUN.format(2), 2, *options, "--snapshot-path", "whole.pt")
+    assert epochs(whole)[1]["train_loss"] < epochs(whole)[0]["train_loss"]
+    run(TORCHRUN.format(2), 1, *options)
+    first = load(tmp_path / "checkpoint.pt")["scaler"]
+    assert first["scale"] > 1 and 0 < first["_growth_tracker"] <= 4  # steps without an overflow
+    run(TORCHRUN.format(2), 2, *options, "--resume")
+    second, expected = load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt")
+    assert second["scaler"] == expected["scaler"] != first
+    assert same_bytes(second, expected)
+
+
+def test_compile_gives_the_same_losses_and_clean_snapshots(run, tmp_path, fashion):
+    """In double precision. A laptop without a C++ compiler is told so; CI has one."""
+    options = (2, *fashion(150, 10), "--no-progress", "--log-interval", 1)
+    env = {"LADDER_DTYPE": "float64"}
+    expected = losses(run(TORCHRUN.format(2), *options, "--snapshot-path", "eager.pt", **env))
+    text = run(TORCHRUN.format(2), *options, "--compile", status=None, TORCH_LOGS="graph", **env)
+    if "--compile needs a C++ compiler" in text:
+        assert not os.environ.get("CI"), "CI installs a C++ compiler"
+        pytest.skip("no C++ compiler")
+    assert len(losses(text)) == 6 and losses(text) == pytest.approx(expected, abs=1e-6)
+    assert "TRACED GRAPH" in text  # something was compiled
+    compiled, eager = load(tmp_path / "checkpoint.pt"), load(tmp_path / "eager.pt")
+    assert list(compiled["model"]) == list(eager["model"])
+    assert difference(compiled, eager) < 1e-10
+
+
+def test_compile_without_a_compiler(run, tmp_path):
+    text = run("ddp_torchrun.py", "--compile", status=2, CXX="none", PATH=tmp_path)
+    assert "error: --compile needs a C++ compiler: install g++, or leave it out" in text
