@@ -56,7 +56,10 @@ class Trainer:
     ) -> None:
         self.device, self.stop, self.args = device, stop, args
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.model = DDP(model.to(device), None if device.type == "cpu" else [device.index])
+        # On a CPU an all-reduce takes its cores from the backward pass: start none before its end.
+        # Gradients that are views of DDP's buckets save a copy.
+        ids, bucket = (None, 100) if device.type == "cpu" else ([device.index], None)
+        self.model = DDP(model.to(device), ids, bucket_cap_mb=bucket, gradient_as_bucket_view=True)
         self.train_data, self.test_data = train_data, test_data
         self.optimizer = optimizer
         self.epoch = 0  # the epoch in progress

@@ -72,7 +72,10 @@ class Trainer:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         if args.compile:
             model.compile()  # in place: the names of the weights stay as they are
-        self.model = DDP(model, None if device.type == "cpu" else [device.index])
+        # On a CPU an all-reduce takes its cores from the backward pass: start none before its end.
+        # Gradients that are views of DDP's buckets save a copy.
+        ids, bucket = (None, 100) if device.type == "cpu" else ([device.index], None)
+        self.model = DDP(model, ids, bucket_cap_mb=bucket, gradient_as_bucket_view=True)
         self.autocast = torch.autocast(device.type, AMP[args.amp], enabled=args.amp != "off")
         self.scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
         self.train_data, self.test_data = train_data, test_data

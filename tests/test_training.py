@@ -156,7 +156,11 @@ def test_progress_bar_on_a_terminal_only(tmp_path, fashion, script):
         master, terminal = pty.openpty()
         termios.tcsetwinsize(terminal, (24, 80))
         with subprocess.Popen(
-            [*command, *options], cwd=tmp_path, stderr=terminal, stdout=subprocess.PIPE
+            [*command, *options],
+            cwd=tmp_path,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stderr=terminal,
+            stdout=subprocess.PIPE,
         ) as process:
             os.close(terminal)
             chunks = []
