@@ -46,10 +46,6 @@ from common.seed import get_rng_state, set_rng_state, set_seed
 
 tqdm.set_lock(threading.RLock())  # its own is a semaphore that a killed process leaves behind
 
-# torchrun sets these; where nothing does, this process is the whole world.
-RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
-LOCAL_WORLD_SIZE = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 LAUNCHER = os.getppid()
 AMP = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -290,35 +286,35 @@ def run_name() -> str:
 
 def ddp_setup(args: argparse.Namespace) -> torch.device:
     if "OMP_NUM_THREADS" not in os.environ:  # or else every process takes all cores
-        torch.set_num_threads(max(1, torch.get_num_threads() // LOCAL_WORLD_SIZE))
+        torch.set_num_threads(max(1, torch.get_num_threads() // args.local_world_size))
     device, device_id = torch.device("cpu"), None
     if args.device != "cpu":
-        index = LOCAL_RANK % torch.accelerator.device_count()
+        index = args.local_rank % torch.accelerator.device_count()
         device = device_id = torch.device(args.device, index)
         torch.accelerator.set_device_index(device.index)
     loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
-    if loopback and WORLD_SIZE == LOCAL_WORLD_SIZE:  # none of these listens to the network
+    if loopback and args.world_size == args.local_world_size:  # nothing listens to the network
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     dist.init_process_group(
         args.backend,
         store=None if "RANK" in os.environ else dist.HashStore(),  # None: torchrun's
-        rank=RANK,
-        world_size=WORLD_SIZE,
+        rank=args.rank,
+        world_size=args.world_size,
         timeout=datetime.timedelta(seconds=args.timeout),
         device_id=device_id,
     )
-    line = f"[rank {RANK} of {WORLD_SIZE}] host {socket.gethostname()} | device {device}"
+    line = f"[rank {args.rank} of {args.world_size}] host {socket.gethostname()} | device {device}"
     line += f" | backend {dist.get_backend()} | threads {torch.get_num_threads()}"
     log(line, every_rank=True)
     return device
 
 
 def load_train_objs(args: argparse.Namespace) -> tuple:
-    if LOCAL_RANK > 0:
+    if args.local_rank > 0:
         dist.barrier()  # while the first process of this host downloads
     train_set, test_set = load_dataset(args.dataset, args.data_dir)  # load your dataset
-    if LOCAL_RANK == 0:
+    if args.local_rank == 0:
         dist.barrier()
     set_seed(args.seed, deterministic=args.deterministic)  # the same weights on every rank
     model = build_model(args.model, train_set.images.shape[1:])  # load your model
@@ -338,7 +334,7 @@ def prepare_dataloader(dataset: Dataset, sampler: Sampler, device: torch.device)
 
 
 def log(line: str, every_rank: bool = False) -> None:
-    if RANK > 0 and not every_rank:
+    if dist.is_initialized() and dist.get_rank() > 0 and not every_rank:
         return
     tqdm.write(f"{line}\n", end="")  # one write, above the progress bar
     sys.stdout.flush()
@@ -388,6 +384,9 @@ def parse_args() -> argparse.Namespace:
     add("--backend", default="auto", help="nccl, gloo ...; auto: what suits the device")
     add("--timeout", type=int, default=120, help="seconds that a collective may take")
     args = parser.parse_args()
+    # torchrun sets these; where nothing does, this process is the whole world.
+    for name, alone in {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1}.items():
+        setattr(args, name, int(os.environ.get(name.upper(), alone)))
     args.model = args.model or DEFAULT_MODEL[args.dataset]
     args.device = devices[0] if args.device == "auto" else args.device
     count = 0 if args.device == "cpu" else torch.accelerator.device_count()
@@ -396,9 +395,9 @@ def parse_args() -> argparse.Namespace:
     serves = dist.Backend.backend_capability.get(args.backend, [])
     if args.device not in serves or not dist.is_backend_available(args.backend):
         parser.error(f"--backend {args.backend} does not work on {args.device} here: use auto")
-    if args.device != "cpu" and count < LOCAL_WORLD_SIZE and args.backend != "gloo":
+    if args.device != "cpu" and args.local_world_size > count and args.backend != "gloo":
         parser.error(
-            f"{LOCAL_WORLD_SIZE} processes are more than {count} devices: use "
+            f"{args.local_world_size} processes are more than {count} devices: use "
             f"--nproc_per_node={count}, --device cpu, or --backend gloo, where they may share one"
         )
     if args.sync_bn and args.device == "cpu":
@@ -406,7 +405,7 @@ def parse_args() -> argparse.Namespace:
     if args.compile and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++", "cl"))):
         parser.error("--compile needs a C++ compiler: install g++, or leave it out")
     for name, value in vars(args).items():
-        low = 0 if name in ("lr", "momentum", "seed", "log_interval") else 1
+        low = 0 if name in ("lr", "momentum", "seed", "log_interval", "rank", "local_rank") else 1
         if type(value) in (int, float) and not low <= value < 2**32:
             parser.error(f"{name} is {value}: it must be {low} or more, and below 2**32")
     path = Path(args.snapshot_path)
@@ -418,12 +417,13 @@ def parse_args() -> argparse.Namespace:
 
 
 def main(args: argparse.Namespace, stop: torch.Tensor) -> None:
+    rank, world_size = args.rank, args.world_size
     device = ddp_setup(args)
     train_set, test_set, model, optimizer = load_train_objs(args)
-    set_seed(args.seed, RANK, args.deterministic)  # from here on each rank draws its own
+    set_seed(args.seed, rank, args.deterministic)  # from here on each rank draws its own
     batch_size = args.batch_size * args.accumulate
-    train_sampler = ShardedBatchSampler(train_set, batch_size, WORLD_SIZE, RANK, args.seed)
-    shard = range(RANK, len(test_set), WORLD_SIZE)  # no padding: every sample counts once
+    train_sampler = ShardedBatchSampler(train_set, batch_size, world_size, rank, args.seed)
+    shard = range(rank, len(test_set), world_size)  # no padding: every sample counts once
     test_sampler = BatchSampler(shard, args.test_batch_size, drop_last=False)
     train_data = prepare_dataloader(train_set, train_sampler, device)
     test_data = prepare_dataloader(test_set, test_sampler, device)
@@ -447,17 +447,21 @@ def run(args: argparse.Namespace, stop: torch.Tensor) -> None:
         if "gloo" not in str(error) and not isinstance(error, dist.DistError):
             raise
         reason = str(error).splitlines()[0]
-        sys.exit(f"error: rank {RANK} has lost the others, look there for the cause ({reason})")
+        sys.exit(
+            f"error: rank {args.rank} has lost the others, look there for the cause ({reason})"
+        )
 
 
 if __name__ == "__main__":
     args, start = parse_args(), time.perf_counter()
     line = "total_epochs: {total_epochs}, save_every: {save_every}, batch_size: {batch_size}"
-    log(line.format(**vars(args)))
+    if args.rank == 0:
+        log(line.format(**vars(args)))
     try:
         run(args, stop=torch.zeros((), dtype=torch.int32))
     except (DataError, OSError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
-    log(f"Total time: {time.perf_counter() - start:.3f}s")
+    if args.rank == 0:
+        log(f"Total time: {time.perf_counter() - start:.3f}s")

@@ -202,7 +202,7 @@ def test_disk_full_while_saving(tmp_path, fashion, script):
 
 @pytest.mark.parametrize("launch", ["ddp_spawn.py", TORCHRUN.format(2)])
 def test_gloos_threads_end_before_python_does(run, fashion, launch):
-    """One that Python's end cuts off in the middle aborts the process: rarely, on a busy machine."""
+    """One that the end of Python cuts off may abort the process: rarely, on a busy machine."""
     text = run(launch, 1, *fashion(100, 10), LADDER_THREADS=1)
     counts = [line for line in text.splitlines() if line.startswith("gloo threads: ")]
     assert len(counts) == 3 and set(counts) == {"gloo threads: 0"}, text  # ranks and their parent

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, epochs, load
+from conftest import ROOT, SCRIPTS, TORCHRUN, epochs, load
 
 from common.model import build_model
 from common.seed import set_seed
@@ -105,7 +105,7 @@ def test_cifar10_shaped_files_train(run, tmp_path, model):
     assert lines[-1]["train_loss"] < lines[0]["train_loss"] and lines[-1]["accuracy"] > 20
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", [*SCRIPTS[:3], TORCHRUN.format(2)])
 def test_batchnorm_is_evaluated_with_the_statistics_that_are_saved(run, tmp_path, fashion, script):
     """Ranks have statistics of their own; with an odd test set, a mix of them would show."""
     options = ("--model", "resnet18", "--batch-size", 16)
