@@ -372,6 +372,7 @@ def main(
     trainer = Trainer(model, train_data, test_data, optimizer, device, stop, args)
     catch_stop_signals(stop)
     trainer.train(args.total_epochs)
+    dist.barrier()  # rank 0 may still be saving, and the first process that ends ends the others
     # gloo's threads end with the last reference to the group, before Python does, or they may crash
     # it. That is when this function returns: thanks to the early import of nn.functional, which
     # would, imported by DDP, keep the group as the default of its arguments.

@@ -24,6 +24,7 @@ import contextlib
 import datetime
 import importlib.util
 import os
+import re
 import shutil
 import signal
 import socket
@@ -34,6 +35,9 @@ import time
 import uuid
 from pathlib import Path
 from urllib.parse import urlsplit
+
+# Else a host that is lost is followed by two screens of C++ frames. To see them, export WARNING.
+os.environ["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import torch
 import torch.distributed as dist
@@ -340,7 +344,10 @@ def check(trainer: Trainer) -> None:
 
 def join(args: argparse.Namespace) -> dist.Store | None:
     # The store where the ranks meet, as soon as all are there. torchrun's workers have one already.
+    name, complaint = socket.gethostname(), loopback_name(args)
     if dist.is_torchelastic_launched():
+        if complaint and args.local_world_size < args.world_size:
+            raise ValueError(complaint)
         return None
     if args.init_method is None:
         return dist.HashStore()
@@ -360,6 +367,9 @@ def join(args: argparse.Namespace) -> dist.Store | None:
                 time.sleep(0.1)
         address = (url.hostname, url.port, world_size, rank == 0, timeout)
         store = dist.TCPStore(*address, wait_for_workers=False)
+    if complaint:
+        store.set("complaint", complaint)
+    store.add(f"host {name}", 1)
     if store.add(f"rank {rank}", 1) > 1:
         hint = ", or remove the file of an earlier run" if url.scheme == "file" else ""
         raise ValueError(f"there is a rank {rank} already: give each process its own{hint}")
@@ -373,7 +383,23 @@ def join(args: argparse.Namespace) -> dist.Store | None:
                 f"missing after {args.timeout} s: {missing}; start them all, like this"
             )
         time.sleep(0.1)
+    if store.check(["complaint"]) and store.add(f"host {name}", 0) < world_size:
+        raise ValueError(store.get("complaint").decode())
     return store
+
+
+def loopback_name(args: argparse.Namespace) -> str:
+    # gloo tells the others to connect to what this host's own name resolves to.
+    name, address = socket.gethostname(), own_address(args)
+    if args.backend != "gloo" or "GLOO_SOCKET_IFNAME" in os.environ or address.startswith("127."):
+        return ""
+    try:
+        named = socket.gethostbyname(name)
+    except OSError:
+        named = "nothing"
+    remedy = f"there export GLOO_SOCKET_IFNAME=the interface that has {address}, or mend /etc/hosts"
+    reachable = named != "nothing" and not named.startswith("127.")
+    return "" if reachable else f"on {name} the name {name} resolves to {named}: {remedy}"
 
 
 def own_address(args: argparse.Namespace) -> str:
@@ -415,11 +441,8 @@ def ddp_setup(args: argparse.Namespace) -> torch.device:
         reason = str(error).splitlines()[0]
         if "EADDRINUSE" in reason:
             reason = "the port is taken: choose another one"
-        name = socket.gethostname()
-        if socket.gethostbyname(name).startswith("127.") and not address.startswith("127."):
-            reason += (
-                f"; {name} resolves to loopback: export GLOO_SOCKET_IFNAME={address}'s interface"
-            )
+        elif "Failed to recv" in reason:
+            reason = "rank 0 has left again: look there for the cause"
         where = f"rank {args.rank} of {args.world_size}, at {address}"
         sys.exit(f"error: {where}, cannot join at {args.init_method}: {reason}")
     line = f"[rank {args.rank} of {args.world_size}] host {socket.gethostname()} at {address}"
@@ -514,11 +537,10 @@ def find_ranks(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
             setattr(args, name, int(value))
     if not 0 <= args.rank < args.world_size:
         parser.error(f"rank {args.rank} is not in a world of {args.world_size}: they count from 0")
-    url = urlsplit(args.init_method or "tcp://localhost:1")
-    if not (
-        url.hostname and url.port if url.scheme == "tcp" else url.scheme == "file" and url.path
-    ):
-        parser.error(f"--init-method {args.init_method}: write tcp://host:port or file:///path")
+    method = args.init_method or "tcp://localhost:1"
+    found = re.fullmatch(r"file://.+|tcp://.+:(\d+)", method)
+    if not found or not 0 < int(found[1] or 1) < 65_536:
+        parser.error(f"--init-method {method}: write tcp://host:port or file:///path")
 
 
 def parse_args() -> argparse.Namespace:
@@ -610,6 +632,7 @@ def main(args: argparse.Namespace, stop: torch.Tensor) -> None:
         check(trainer)
     else:
         trainer.train(args.total_epochs)
+    dist.barrier()  # rank 0 may still be saving, and the first process that ends ends the others
     # gloo's threads end with the last reference to the group, before Python does, or they may crash
     # it. That is when this function returns: thanks to the early import of nn.functional, which
     # would, imported by DDP, keep the group as the default of its arguments.
@@ -632,7 +655,7 @@ def run(args: argparse.Namespace, stop: torch.Tensor) -> None:
         )
 
 
-def start(local_rank: int, args: argparse.Namespace, stop: torch.Tensor) -> None:
+def run_rank(local_rank: int, args: argparse.Namespace, stop: torch.Tensor) -> None:
     args.local_rank, args.rank = local_rank, args.rank + local_rank
     run(args, stop)
 
@@ -642,7 +665,7 @@ def spawn(args: argparse.Namespace, stop: torch.Tensor) -> None:
     try:
         # Children inherit this and stay deaf to Ctrl-C until they can answer it properly.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        context = mp.spawn(start, (args, stop), args.nproc_per_node, join=False)
+        context = mp.spawn(run_rank, (args, stop), args.nproc_per_node, join=False)
         processes = context.processes
         catch_stop_signals(stop)  # shared memory: what one process hears, all hear
         while not context.join(grace_period=5):

@@ -1,0 +1,133 @@
+"""slurm/multinode.sbatch and srun on a real Slurm with two nodes: see hosts.py."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, SITE, Job, command, difference, epochs, idx_files, load, same_bytes
+from hosts import Hosts, Slurm, require, slurm_requirements
+
+EPOCHS = 4
+
+
+@pytest.fixture(scope="module")
+def slurm():
+    require(slurm_requirements())
+    with Hosts(2) as hosts, Slurm(hosts) as slurm:
+        yield slurm
+
+
+class Project:
+    """A folder with what a user has: the script, common/ and slurm/. And a job to run in it."""
+
+    def __init__(self, folder: Path, slurm: Slurm) -> None:
+        self.folder, self.slurm = folder, slurm
+        shutil.copy(ROOT / "multinode.py", folder)
+        for name in ("common", "slurm"):
+            shutil.copytree(ROOT / name, folder / name)
+        data = ("--dataset", "fashion-mnist", "--data-dir", idx_files(folder / "data", 4_000, 10))
+        self.options = (*data, "--no-progress", "--log-interval", 1)
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        self.env = {"PATH": path, "PYTHONPATH": SITE, "PYTHONUNBUFFERED": 1}
+
+    def sbatch(self, *arguments: object, **env: object) -> int:
+        options = ("--nodes=2", f"--chdir={self.folder}", f"--output={self.folder}/%j.out")
+        script = self.folder / "slurm" / "multinode.sbatch"
+        return self.slurm.sbatch(
+            script, *options, arguments=map(str, arguments), env={**self.env, **env}
+        )
+
+    def text(self, job: int) -> str:
+        path = self.folder / f"{job}.out"
+        return path.read_text() if path.exists() else ""
+
+    def wait_for(self, job: int, pattern: str, seconds: float = 60) -> None:
+        end = time.monotonic() + seconds
+        while not re.search(pattern, self.text(job), re.M):
+            assert time.monotonic() < end, self.text(job) + self.slurm.log
+            time.sleep(0.05)
+
+    def snapshot(self, job: int) -> dict:
+        return load(self.folder / f"checkpoint-{job}.pt")
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory, slurm):
+    return Project(tmp_path_factory.mktemp("project"), slurm)
+
+
+@pytest.fixture(scope="module")
+def whole(project):
+    """The number of a job that nobody disturbed, and its output."""
+    job = project.sbatch(EPOCHS, *project.options, "--batch-size", 6, "--model", "convnet")
+    project.slurm.wait(job, "COMPLETED", seconds=120)
+    return job, project.text(job)
+
+
+def test_the_batch_script_trains(project, whole):
+    job, text = whole
+    assert [line["epoch"] for line in epochs(text)] == list(range(EPOCHS))
+    for rank in range(4):
+        name = project.slurm.hosts.name(0) + "|" + project.slurm.hosts.name(1)
+        assert re.search(rf"^\[rank {rank} of 4\] host ({name}) at 10\.77\.", text, re.M)
+    assert text.count("Steps: 167\n") == 4 * EPOCHS  # 4,000 samples over 4 x 6
+    assert project.slurm.exit_code(job) == 0
+
+
+def test_asked_to_stop_then_requeued(project, whole):
+    """A signal as at pre-emption saves in mid-epoch; the job goes on from there when requeued."""
+    slurm = project.slurm
+    job = project.sbatch(EPOCHS, *project.options, "--batch-size", 6, "--model", "convnet")
+    project.wait_for(job, r"Epoch 1 \| Step 3 ")
+    subprocess.run(slurm.command(["scontrol", "requeue", job]), check=True)
+    slurm.wait(job, "PENDING")
+    (epoch, sample) = re.search(
+        r"^Epoch (\d) \| Stopped at sample (\d+), saved at", project.text(job), re.M
+    ).groups()
+    slurm.requeue_now(job)
+    slurm.wait(job, "COMPLETED", seconds=120)
+    resumed = f"Resuming training from snapshot at Epoch {epoch}, sample {sample}"
+    assert resumed in project.text(job)
+    assert same_bytes(project.snapshot(job), project.snapshot(whole[0]))
+
+
+def test_term_saves_and_ends_the_job(project, whole):
+    slurm = project.slurm
+    job = project.sbatch(EPOCHS, *project.options, "--batch-size", 6, "--model", "convnet")
+    project.wait_for(job, r"Epoch 1 \| Step 3 ")
+    subprocess.run(slurm.command(["scancel", "--signal=TERM", job]), check=True)
+    slurm.wait(job, "FAILED")
+    snapshot = project.snapshot(job)
+    assert snapshot["epoch"] > 0 and 0 < snapshot["samples_seen"] < 4_000
+    assert not same_bytes(snapshot, project.snapshot(whole[0]))
+
+
+def test_a_worker_that_fails_fails_the_job(project):
+    job = project.sbatch(2, *project.options, LADDER_RAISE="1:5", MAX_RESTARTS=0)
+    assert project.slurm.wait(job) == "FAILED" and project.slurm.exit_code(job) == 1
+    assert "ArithmeticError: the test's own error" in project.text(job)
+    assert not epochs(project.text(job))
+
+
+def test_srun_without_torchrun(project, tmp_path):
+    """Ranks from Slurm's variables; the same job as on one device."""
+    options = (1, *project.options, "--snapshot-path")
+    env = {**project.env, "LADDER_DTYPE": "float64", "OMP_NUM_THREADS": ""}
+    arguments = (*options, tmp_path / "two.pt", "--batch-size", 32)
+    srun = ["srun", "--nodes=2", "--ntasks=2", "--cpus-per-task=2"]
+    python = [sys.executable, project.folder / "multinode.py", *arguments]
+    done = subprocess.run(
+        project.slurm.command([*srun, *python], env), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank in range(2):
+        name = project.slurm.hosts.name(rank)
+        assert re.search(rf"^\[rank {rank} of 2\] host {name} .* threads 2$", done.stdout, re.M)
+    arguments = (*options, tmp_path / "one.pt", "--batch-size", 64)
+    Job(command("single_gpu.py", *arguments), tmp_path, {"LADDER_DTYPE": "float64"}).finish()
+    assert difference(load(tmp_path / "two.pt"), load(tmp_path / "one.pt")) < 1e-12
