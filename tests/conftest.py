@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SITE = ROOT / "tests" / "site"
 sys.path.insert(0, str(ROOT))
 
-SCRIPTS = ("single_gpu.py", "data_parallel.py", "ddp_spawn.py", "ddp_torchrun.py")
+SCRIPTS = ("single_gpu.py", "data_parallel.py", "ddp_spawn.py", "ddp_torchrun.py", "multinode.py")
 # Standalone: its own port, also where torchrun's default is a fixed one (before torch 2.9).
 TORCHRUN = "torchrun --standalone --nproc_per_node={} ddp_torchrun.py"
 EPOCH = re.compile(

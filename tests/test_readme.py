@@ -66,8 +66,11 @@ def test_the_commands_for_torchrun(clone):
 
 def test_the_launch_lines_of_the_table(clone):
     commands = re.findall(r"\| `((?:python|torchrun) [^`]*) 50 10` \|", README)
-    assert [command.split()[-1] for command in commands] == list(SCRIPTS)
+    assert [re.search(r"\w+\.py", command)[0] for command in commands] == list(SCRIPTS)
     for command in commands:
+        command = re.sub(
+            r"tcp://.*--world-size 2", f"file://{clone}/store --rank 0 --world-size 1", command
+        )
         assert len(epochs(shell(f"{command} 1 1", clone))) == 1
 
 

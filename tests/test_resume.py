@@ -146,7 +146,7 @@ def test_killed_while_it_writes_a_snapshot(run, start, tmp_path, fashion, launch
     options = (*launch[1:], *fashion(200, 10), "--no-progress")
     run(launch[0], 1, *options)
     before = (tmp_path / "checkpoint.pt").read_bytes()
-    job = start(launch[0], 2, *options, "--resume", LADDER_HANG="fsync")
+    job = start(launch[0], 2, *options, "--resume", LADDER_HANG=600)
     job.wait_for("in fsync")
     assert (tmp_path / "checkpoint.pt.tmp").stat().st_size > 0
     os.killpg(job.process.pid, signal.SIGKILL)
@@ -156,6 +156,15 @@ def test_killed_while_it_writes_a_snapshot(run, start, tmp_path, fashion, launch
     run(launch[0], 2, *options, "--snapshot-path", "whole.pt")
     assert same_bytes(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt"))
     assert not (tmp_path / "checkpoint.pt.tmp").exists()
+
+
+def test_nobody_leaves_while_rank_0_saves(start, tmp_path, fashion):
+    """The parent would take the first one's end for a failure, and kill rank 0 after 5 seconds."""
+    job = start("ddp_spawn.py", 50, *SPAWN2[1:], *fashion(4_000, 10), *QUIET, LADDER_HANG=7)
+    job.wait_for(r"Step 3 ")
+    text = job.finish(send(job, "SIGTERM to all"))
+    assert "in fsync" in text and "Stopped at sample" in text
+    assert load(tmp_path / "checkpoint.pt")["samples_seen"] > 0
 
 
 def test_any_rung_goes_on_from_any_other_at_any_world_size(run, start, tmp_path, fashion):

@@ -36,7 +36,7 @@ class Project:
         self.env = {"PATH": path, "PYTHONPATH": SITE, "PYTHONUNBUFFERED": 1}
 
     def sbatch(self, *arguments: object, **env: object) -> int:
-        options = ("--nodes=2", f"--chdir={self.folder}", f"--output={self.folder}/%j.out")
+        options = ("--cpus-per-task=2", f"--chdir={self.folder}", f"--output={self.folder}/%j.out")
         script = self.folder / "slurm" / "multinode.sbatch"
         return self.slurm.sbatch(
             script, *options, arguments=map(str, arguments), env={**self.env, **env}
@@ -109,7 +109,7 @@ def test_term_saves_and_ends_the_job(project, whole):
 
 def test_a_worker_that_fails_fails_the_job(project):
     job = project.sbatch(2, *project.options, LADDER_RAISE="1:5", MAX_RESTARTS=0)
-    assert project.slurm.wait(job) == "FAILED" and project.slurm.exit_code(job) == 1
+    assert project.slurm.wait(job) == "FAILED" and project.slurm.exit_code(job) > 0
     assert "ArithmeticError: the test's own error" in project.text(job)
     assert not epochs(project.text(job))
 
@@ -119,7 +119,7 @@ def test_srun_without_torchrun(project, tmp_path):
     options = (1, *project.options, "--snapshot-path")
     env = {**project.env, "LADDER_DTYPE": "float64", "OMP_NUM_THREADS": ""}
     arguments = (*options, tmp_path / "two.pt", "--batch-size", 32)
-    srun = ["srun", "--nodes=2", "--ntasks=2", "--cpus-per-task=2"]
+    srun = ["srun", "--nodes=2", "--ntasks=2", "--cpus-per-task=1"]
     python = [sys.executable, project.folder / "multinode.py", *arguments]
     done = subprocess.run(
         project.slurm.command([*srun, *python], env), capture_output=True, text=True, timeout=120
@@ -127,7 +127,7 @@ def test_srun_without_torchrun(project, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(2):
         name = project.slurm.hosts.name(rank)
-        assert re.search(rf"^\[rank {rank} of 2\] host {name} .* threads 2$", done.stdout, re.M)
+        assert re.search(rf"^\[rank {rank} of 2\] host {name} .* threads 1$", done.stdout, re.M)
     arguments = (*options, tmp_path / "one.pt", "--batch-size", 64)
     Job(command("single_gpu.py", *arguments), tmp_path, {"LADDER_DTYPE": "float64"}).finish()
     assert difference(load(tmp_path / "two.pt"), load(tmp_path / "one.pt")) < 1e-12

@@ -4,7 +4,7 @@ with this folder on PYTHONPATH. The scripts know nothing of it. Each hook has a 
 LADDER_DTYPE=float64     torch's default dtype
 LADDER_TRACE=folder      every batch's indices, a line each, in a file for each process
 LADDER_RAISE=rank:step   cross_entropy raises in that rank at that call
-LADDER_HANG=fsync        os.fsync prints "in fsync" and never returns
+LADDER_HANG=seconds      os.fsync prints "in fsync" and takes that long
 LADDER_MD5=skip          torchvision takes CIFAR-10 files of any checksum
 LADDER_CHUNKS=n          nn.DataParallel splits over n devices, all of them the CPU
 LADDER_FAKE_GPUS=n       torch.accelerator reports n CUDA devices
@@ -60,7 +60,7 @@ if hooks and not any("resource_tracker" in word for word in sys.orig_argv):
 
         def fsync(descriptor):
             print("in fsync", flush=True)
-            time.sleep(600)
+            time.sleep(float(hooks["HANG"]))
 
         os.fsync = fsync
 
