@@ -512,13 +512,11 @@ def find_ranks(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
         args.world_size = args.nnodes * args.nproc_per_node
         found["local_world_size"] = args.nproc_per_node
     elif args.init_method == "env://" or (not given and "RANK" in env):
-        for name in ("MASTER_ADDR", "MASTER_PORT", *(name.upper() for name in names[1:3])):
+        for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
             if name not in env and getattr(args, name.lower(), None) is None:
                 parser.error(f"the environment has no {name}: export it, or use --init-method tcp")
         found = {name: env.get(name.upper(), alone) for name, alone in found.items()}
-        host = env["MASTER_ADDR"]
-        host = f"[{host}]" if ":" in host else host
-        args.init_method = f"tcp://{host}:{env['MASTER_PORT']}"
+        args.init_method = "env://"
     elif given:
         if given != ["--init-method", "--rank", "--world-size"]:
             parser.error("--init-method, --rank and --world-size go together, or with --nnodes")
@@ -527,14 +525,22 @@ def find_ranks(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
         found["rank"], found["world_size"] = env["SLURM_PROCID"], env["SLURM_NTASKS"]
         found["local_rank"] = env["SLURM_LOCALID"]
         env.setdefault("SLURM_CPUS_PER_TASK", "1")  # Slurm's own default
+        env.setdefault("MASTER_PORT", str(10_000 + int(env["SLURM_JOB_ID"]) % 20_000))
         ask = ["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]]
-        hosts = subprocess.run(ask, capture_output=True, text=True, check=True).stdout.split()
-        host = env.get("MASTER_ADDR", hosts[0])
-        port = env.get("MASTER_PORT", 10_000 + int(env["SLURM_JOB_ID"]) % 20_000)
-        args.init_method = f"tcp://{host}:{port}"
+        try:
+            hosts = subprocess.run(ask, capture_output=True, text=True, check=True).stdout.split()
+        except (OSError, subprocess.SubprocessError) as error:
+            parser.error(f"Slurm does not say which host is the first ({error}): use --init-method")
+        env.setdefault("MASTER_ADDR", hosts[0])
+        args.init_method = "env://"
     for name, value in found.items():
         if getattr(args, name, None) is None:
+            if not str(value).isdigit():
+                parser.error(f"{name} is {value} in the environment: it must be a number")
             setattr(args, name, int(value))
+    if args.init_method == "env://":
+        host = f"[{env['MASTER_ADDR']}]" if ":" in env["MASTER_ADDR"] else env["MASTER_ADDR"]
+        args.init_method = f"tcp://{host}:{env['MASTER_PORT']}"
     if not 0 <= args.rank < args.world_size:
         parser.error(f"rank {args.rank} is not in a world of {args.world_size}: they count from 0")
     method = args.init_method or "tcp://localhost:1"

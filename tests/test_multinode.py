@@ -144,6 +144,7 @@ def test_ways_of_launching(hosts, tmp_path, job, way):
     assert difference(load(path), snapshot) < 1e-12
 
 
+SLURM = {f"SLURM_{name}": 0 for name in ("PROCID", "NTASKS", "LOCALID", "JOB_ID", "STEP_NODELIST")}
 USAGE = [
     (("--rank", 1), {}, "--init-method, --rank and --world-size go together"),
     (("--nnodes", 2), {}, "--nnodes, --node-rank and --init-method go together"),
@@ -156,6 +157,12 @@ USAGE = [
     (("--init-method", "tcp://a:7000", "--rank", 2, "--world-size", 2), {}, "not in a world of 2"),
     (("--init-method", "env://"), {}, "the environment has no MASTER_ADDR"),
     ((), {"RANK": 0, "MASTER_ADDR": "a", "MASTER_PORT": 1}, "the environment has no WORLD_SIZE"),
+    (
+        (),
+        {"RANK": "a", "WORLD_SIZE": 2, "MASTER_ADDR": "a", "MASTER_PORT": 1},
+        "rank is a in the environment: it must be a number",
+    ),
+    ((), {"SLURM_STEP_ID": 0, **SLURM, "PATH": ""}, "Slurm does not say which host is the first"),
     (("--rank", 0), {"TORCHELASTIC_RUN_ID": "x"}, "torchrun gives the ranks: leave out --rank"),
     (("--backend", "mpi"), {}, "--backend mpi does not work on cpu here"),
     (("--epochs", 0), {}, "epochs is 0"),
