@@ -28,7 +28,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # see destroy_process_group
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
@@ -296,6 +295,13 @@ def catch_stop_signals(stop: torch.Tensor) -> None:
     signal.signal(signal.SIGTERM, on_signal)
 
 
+def leave(status: int) -> None:
+    # Not by sys.exit: gloo's threads may let go of their last tensors while Python ends, and that
+    # aborts the process or, with torch 2.7, blocks it. (So what atexit has registered is not run.)
+    sys.stdout.flush()
+    os._exit(status)
+
+
 def device_names() -> list[str]:
     found = torch.accelerator.current_accelerator(check_available=True)
     return [found.type, "cpu"] if found and found.type != "mps" else ["cpu"]
@@ -373,12 +379,8 @@ def main(
     catch_stop_signals(stop)
     trainer.train(args.total_epochs)
     dist.barrier()  # rank 0 may still be saving, and the first process that ends ends the others
-    # gloo's threads end with the last reference to the group, before Python does, or they may crash
-    # it. That is when this function returns: thanks to the early import of nn.functional, which
-    # would, imported by DDP, keep the group as the default of its arguments.
     dist.destroy_process_group()
-    if trainer.stopped:
-        sys.exit(128 + trainer.stopped)  # the shells' number for a signal: not done yet
+    leave(128 + trainer.stopped if trainer.stopped else 0)  # shells' number for a signal
 
 
 def spawn(args: argparse.Namespace, stop: torch.Tensor) -> None:

@@ -41,7 +41,6 @@ os.environ["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # see destroy_process_group
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
@@ -491,6 +490,13 @@ def catch_stop_signals(stop: torch.Tensor) -> None:
     signal.signal(signal.SIGTERM, on_signal)
 
 
+def leave(status: int) -> None:
+    # Not by sys.exit: gloo's threads may let go of their last tensors while Python ends, and that
+    # aborts the process or, with torch 2.7, blocks it. (So what atexit has registered is not run.)
+    sys.stdout.flush()
+    os._exit(status)
+
+
 def device_names() -> list[str]:
     found = torch.accelerator.current_accelerator(check_available=True)
     return [found.type, "cpu"] if found and found.type != "mps" else ["cpu"]
@@ -622,7 +628,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def main(args: argparse.Namespace, stop: torch.Tensor) -> None:
-    rank, world_size = args.rank, args.world_size
+    start, rank, world_size = time.perf_counter(), args.rank, args.world_size
     device = ddp_setup(args)
     train_set, test_set, model, optimizer = load_train_objs(args)
     set_seed(args.seed, rank, args.deterministic)  # from here on each rank draws its own
@@ -639,12 +645,10 @@ def main(args: argparse.Namespace, stop: torch.Tensor) -> None:
     else:
         trainer.train(args.total_epochs)
     dist.barrier()  # rank 0 may still be saving, and the first process that ends ends the others
-    # gloo's threads end with the last reference to the group, before Python does, or they may crash
-    # it. That is when this function returns: thanks to the early import of nn.functional, which
-    # would, imported by DDP, keep the group as the default of its arguments.
+    if not trainer.stopped:
+        log(f"Total time: {time.perf_counter() - start:.3f}s")
     dist.destroy_process_group()
-    if trainer.stopped:
-        sys.exit(128 + trainer.stopped)  # the shells' number for a signal: not done yet
+    leave(128 + trainer.stopped if trainer.stopped else 0)  # shells' number for a signal
 
 
 @record  # without it torchrun's report has no traceback
@@ -686,7 +690,7 @@ def spawn(args: argparse.Namespace, stop: torch.Tensor) -> None:
 
 
 if __name__ == "__main__":
-    args, start = parse_args(), time.perf_counter()
+    args = parse_args()
     line = "total_epochs: {total_epochs}, save_every: {save_every}, batch_size: {batch_size}"
     if args.rank == 0:
         log(line.format(**vars(args)))
@@ -697,5 +701,3 @@ if __name__ == "__main__":
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
-    if args.rank == 0:
-        log(f"Total time: {time.perf_counter() - start:.3f}s")

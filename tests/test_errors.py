@@ -201,11 +201,11 @@ def test_disk_full_while_saving(tmp_path, fashion, script):
 
 
 @pytest.mark.parametrize("launch", ["ddp_spawn.py", TORCHRUN.format(2)])
-def test_gloos_threads_end_before_python_does(run, fashion, launch):
-    """One that the end of Python cuts off may abort the process: rarely, on a busy machine."""
-    text = run(launch, 1, *fashion(100, 10), LADDER_THREADS=1)
-    counts = [line for line in text.splitlines() if line.startswith("gloo threads: ")]
-    assert len(counts) == 3 and set(counts) == {"gloo threads: 0"}, text  # ranks and their parent
+def test_ranks_leave_before_python_ends(run, fashion, launch):
+    """Which gloo's threads may abort or block: rarely, on a busy machine. See leave()."""
+    text = run(launch, 1, *fashion(100, 10), LADDER_ATEXIT=1)
+    assert text.count("Python ends\n") == 1, text  # that of the ranks' parent
+    assert "Total time: " in text
 
 
 @pytest.mark.parametrize("rank", [0, 1])

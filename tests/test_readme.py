@@ -74,6 +74,14 @@ def test_the_launch_lines_of_the_table(clone):
         assert len(epochs(shell(f"{command} 1 1", clone))) == 1
 
 
+def test_the_numbers_of_batches_and_steps():
+    rows = re.findall(r"^\| (\d+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \| 0", README, re.M)
+    assert len(rows) == 7
+    for processes, batch_size, accumulate, global_batch, steps in (map(int, row) for row in rows):
+        assert processes * batch_size * accumulate == global_batch
+        assert -(-12_000 // global_batch) == steps
+
+
 def test_the_files_that_it_names_are_there():
     for name in re.findall(r"`(tests/\w+\.py|\w+\.py|common/)`", README):
         assert (ROOT / name).exists(), name
