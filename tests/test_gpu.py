@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from conftest import difference, epochs, load
+from conftest import TORCHRUN, difference, epochs, load, losses, same_bytes
 
 found = torch.accelerator.current_accelerator(check_available=True)
 count = torch.accelerator.device_count() if found else 0
@@ -51,3 +51,41 @@ def test_gloo_processes_may_share_a_device(run):
 def test_more_processes_than_devices_are_refused(run):
     text = run("ddp_spawn.py", 1, "--nproc-per-node", count + 1, status=2)
     assert f"is more than {count} devices" in text
+
+
+def test_torchrun_with_nccl_at_one_process(run):
+    text = run(TORCHRUN.format(1), 3, "--no-progress")
+    assert "| backend nccl |" in text and epochs(text)[-1]["accuracy"] > 97
+
+
+def test_fp16_scales_and_the_scaler_is_resumed(run, tmp_path):
+    options = ("--amp", "fp16", "--deterministic", "--no-progress")
+    text = run(TORCHRUN.format(1), 2, *options, "--snapshot-path", "whole.pt")
+    assert epochs(text)[-1]["accuracy"] > 90
+    run(TORCHRUN.format(1), 1, *options)
+    assert load(tmp_path / "checkpoint.pt")["scaler"]["scale"] > 1
+    run(TORCHRUN.format(1), 2, *options, "--resume")
+    resumed, whole = load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt")
+    assert resumed["scaler"] == whole["scaler"] and same_bytes(resumed, whole)
+
+
+def test_sync_batchnorm_is_batchnorm_over_the_global_batch(run, tmp_path, fashion):
+    """Two gloo processes that share the device, against one with twice the batch."""
+    common = (1, *fashion(64, 10), "--model", "resnet18", "--no-progress", "--log-interval", 1)
+    double = {"LADDER_DTYPE": "float64"}
+    expected = losses(
+        run("single_gpu.py", *common, "--batch-size", 16, "--snapshot-path", "one.pt", **double)
+    )
+    options = ("--backend", "gloo", "--batch-size", 8, "--device", found.type)
+    text = run(TORCHRUN.format(2), *common, *options, "--sync-bn", **double)
+    assert text.count("backend gloo") == 2 and len(expected) == 4
+    assert losses(text) == pytest.approx(expected, abs=1e-5)
+    assert difference(load(tmp_path / "checkpoint.pt"), load(tmp_path / "one.pt")) < 1e-8
+    assert losses(run(TORCHRUN.format(2), *common, *options, **double)) != pytest.approx(
+        expected, abs=1e-5
+    )
+
+
+def test_multinode_check_times_the_device(run):
+    text = run("multinode.py", "--check", "--model", "mlp")
+    assert "All-reduce | 2.68 MB" in text and "Epoch | 375 steps" in text
