@@ -61,7 +61,7 @@ def test_the_commands_in_their_order(clone):
 def test_the_commands_for_torchrun(clone):
     (commands,) = blocks("torchrun")
     outputs = [shell(command, clone) for command in commands if not command.startswith("export ")]
-    assert [len(epochs(output)) for output in outputs] == [5, 3, 1, 2]
+    assert [len(epochs(output)) for output in outputs] == [5, 3, 1, 1]
 
 
 def test_the_launch_lines_of_the_table(clone):

@@ -21,6 +21,7 @@ import sys
 import time
 
 hooks = {name[7:]: value for name, value in os.environ.items() if name.startswith("LADDER_")}
+hooks.pop("MARK", None)  # that is conftest's
 # multiprocessing's resource tracker is a Python process, too, and needs none of this.
 if hooks and not any("resource_tracker" in word for word in sys.orig_argv):
     import torch
