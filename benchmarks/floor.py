@@ -1,0 +1,73 @@
+"""What the machine can do: nothing but compute on batches that lie ready, and one all-reduce.
+
+    python floor.py EPOCHS --data-dir DIR                 forward, backward, update
+    torchrun --nproc_per_node=2 floor.py EPOCHS --data-dir DIR                each for itself
+    torchrun --nproc_per_node=2 floor.py EPOCHS --data-dir DIR --all-reduce   one model for all
+
+With --all-reduce the gradients are copied to one flat tensor after the backward pass, and averaged
+by one call. It cannot resume, evaluate over all processes, or stop at a signal.
+"""
+
+import os
+import time
+
+import peer
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from common.data import ShardedBatchSampler, load_dataset
+from common.model import build_model
+
+
+def all_reduce(parameters: list[torch.Tensor], flat: torch.Tensor) -> None:
+    torch.cat([parameter.grad.flatten() for parameter in parameters], out=flat)
+    dist.all_reduce(flat)
+    parts = flat.split([parameter.numel() for parameter in parameters])
+    for parameter, part in zip(parameters, parts, strict=True):
+        parameter.grad = part.view_as(parameter)
+
+
+def main() -> None:
+    args = peer.parse_args()
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if world_size > 1:
+        dist.init_process_group("gloo" if args.device == "cpu" else "nccl")
+    if args.device != "cpu":
+        torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
+    train_set, test_set = load_dataset(args.dataset, args.data_dir)
+    torch.manual_seed(args.seed)
+    model = build_model(args.model, train_set.images.shape[1:]).to(args.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
+    sampler = ShardedBatchSampler(train_set, args.batch_size, world_size, rank, args.seed)
+    batches = [[part.to(args.device) for part in train_set.__getitems__(i)] for i in sampler]
+    images, labels = (part.to(args.device) for part in test_set.__getitems__(range(len(test_set))))
+    parameters = list(model.parameters())
+    flat = torch.empty(sum(p.numel() for p in parameters), device=args.device)
+    share = 1 / world_size if args.all_reduce else 1  # the sum over the processes is the average
+
+    for epoch in range(args.total_epochs):
+        model.train()
+        if world_size > 1:
+            dist.barrier()  # the others may still be starting
+        peer.print_start(args, rank, epoch, len(batches))
+        start = time.perf_counter()
+        for source, targets in batches:
+            optimizer.zero_grad()
+            (share * F.cross_entropy(model(source), targets)).backward()
+            if args.all_reduce:
+                all_reduce(parameters, flat)
+            optimizer.step()
+        if args.device != "cpu":
+            torch.accelerator.synchronize()
+        rate = len(train_set) / (time.perf_counter() - start)
+        if rank == 0:
+            model.eval()
+            with torch.no_grad():
+                correct = (model(images).argmax(dim=1) == labels).sum().item()
+            accuracy = f"Accuracy: {correct}/{len(labels)} ({correct / len(labels):.2%})"
+            peer.print_line(f"Epoch {epoch} | {accuracy} | {rate:.0f} samples/s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""What the programs beside ours share, so that each of them shows its loop and little else."""
+
+import argparse
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+from torchvision import datasets
+from torchvision.transforms import ToTensor
+
+SETS = {  # torchvision's class; mean and standard deviation as in common/data.py
+    "fashion-mnist": (datasets.FashionMNIST, 0.2860, 0.3530),
+    "mnist": (datasets.MNIST, 0.1307, 0.3081),
+}
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("total_epochs", type=int)
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--lr", type=float, default=0.01)
+    parser.add_argument("--momentum", type=float, default=0.9)
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--dataset", default="fashion-mnist")
+    parser.add_argument("--data-dir", required=True)
+    parser.add_argument("--model", default="mlp")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--nproc-per-node", type=int, default=1)
+    parser.add_argument("--all-reduce", action="store_true", help="floor.py: average the gradients")
+    args = parser.parse_args()
+    if args.device == "auto":
+        found = torch.accelerator.current_accelerator(check_available=True)
+        args.device = found.type if found else "cpu"
+    return args
+
+
+def load_data(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
+    """Training and test set as torchvision has them: PIL images, made tensors one at a time."""
+    make = SETS[args.dataset][0]
+    train, test = (make(args.data_dir, train=part, transform=ToTensor()) for part in (True, False))
+    return train, test
+
+
+def normalize(args: argparse.Namespace, images: torch.Tensor) -> torch.Tensor:
+    """What our scripts do to their images, for the same accuracy after the same steps.
+
+    On a whole batch: torchvision's Normalize on each sample would cost the peers more.
+    """
+    _, mean, std = SETS[args.dataset]
+    return (images - mean) / std
+
+
+def print_line(line: str) -> None:
+    print(f"{line}\n", end="", flush=True)  # one write: other processes print, too
+
+
+def print_start(args: argparse.Namespace, rank: int, epoch: int, steps: int) -> None:
+    name = args.device.upper().replace("CUDA", "GPU")
+    print_line(f"[{name}{rank}] Epoch {epoch} | Batchsize: {args.batch_size} | Steps: {steps}")
+
+
+@torch.no_grad()
+def print_end(
+    args: argparse.Namespace, epoch: int, model: nn.Module, test_set: Dataset, rate: float
+) -> None:
+    """The end of our scripts' epoch lines. `model` is the unwrapped one. The clock has stopped."""
+    model.eval()
+    images = normalize(args, test_set.data.unsqueeze(1) / 255).to(args.device)
+    correct = (model(images).argmax(dim=1).cpu() == test_set.targets).sum().item()
+    total = len(test_set)
+    accuracy = f"Accuracy: {correct}/{total} ({correct / total:.2%})"
+    print_line(f"Epoch {epoch} | {accuracy} | {rate:.0f} samples/s")

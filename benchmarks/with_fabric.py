@@ -1,0 +1,57 @@
+"""The same training with Lightning Fabric, as its documentation shows it.
+
+    python with_fabric.py EPOCHS --data-dir DIR --nproc-per-node 2      Fabric starts the processes
+    torchrun ... with_fabric.py EPOCHS --data-dir DIR --nproc-per-node 1
+
+After https://lightning.ai/docs/fabric/stable/fundamentals/convert.html
+"""
+
+import os
+import time
+
+import peer
+import torch
+import torch.nn.functional as F
+from lightning_fabric import Fabric
+from torch.utils.data import DataLoader
+
+from common.model import build_model
+
+
+def main() -> None:
+    args = peer.parse_args()
+    nodes = int(os.environ.get("GROUP_WORLD_SIZE", 1))  # torchrun's name for the number of hosts
+    fabric = Fabric(
+        accelerator=args.device,
+        devices=args.nproc_per_node,
+        num_nodes=nodes,
+        strategy="ddp" if nodes * args.nproc_per_node > 1 else "auto",
+    )
+    fabric.launch()
+    fabric.seed_everything(args.seed, verbose=False)
+    train_set, test_set = peer.load_data(args)
+    model = build_model(args.model, (1, 28, 28))
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
+    model, optimizer = fabric.setup(model, optimizer)
+    train_data = DataLoader(train_set, batch_size=args.batch_size, shuffle=True)
+    train_data = fabric.setup_dataloaders(train_data)
+
+    for epoch in range(args.total_epochs):
+        model.train()
+        peer.print_start(args, fabric.global_rank, epoch, len(train_data))
+        start = time.perf_counter()
+        for source, targets in train_data:
+            optimizer.zero_grad()
+            output = model(peer.normalize(args, source))
+            loss = F.cross_entropy(output, targets)
+            fabric.backward(loss)
+            optimizer.step()
+        if args.device != "cpu":
+            torch.accelerator.synchronize()
+        rate = len(train_set) / (time.perf_counter() - start)
+        if fabric.is_global_zero:
+            peer.print_end(args, epoch, model.module, test_set, rate)
+
+
+if __name__ == "__main__":
+    main()
