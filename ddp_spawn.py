@@ -380,7 +380,8 @@ def main(
     trainer.train(args.total_epochs)
     dist.barrier()  # rank 0 may still be saving, and the first process that ends ends the others
     dist.destroy_process_group()
-    leave(128 + trainer.stopped if trainer.stopped else 0)  # shells' number for a signal
+    # After a stop the shells' number for a signal: not done yet.
+    leave(128 + trainer.stopped if trainer.stopped else 0)
 
 
 def spawn(args: argparse.Namespace, stop: torch.Tensor) -> None:

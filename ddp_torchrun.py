@@ -292,7 +292,7 @@ def ddp_setup(args: argparse.Namespace) -> torch.device:
         device = device_id = torch.device(args.device, index)
         torch.accelerator.set_device_index(device.index)
     loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
-    if loopback and args.world_size == args.local_world_size:  # nothing listens to the network
+    if loopback and args.world_size == args.local_world_size:  # these need no network
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     dist.init_process_group(
@@ -311,7 +311,7 @@ def ddp_setup(args: argparse.Namespace) -> torch.device:
 
 def load_train_objs(args: argparse.Namespace) -> tuple:
     if args.local_rank > 0:
-        dist.barrier()  # while the first process of this host downloads
+        dist.barrier()  # while the first process of this host downloads: within --timeout
     train_set, test_set = load_dataset(args.dataset, args.data_dir)  # load your dataset
     if args.local_rank == 0:
         dist.barrier()
@@ -440,13 +440,16 @@ def main(args: argparse.Namespace, stop: torch.Tensor) -> None:
     if not trainer.stopped:
         log(f"Total time: {time.perf_counter() - start:.3f}s")
     dist.destroy_process_group()
-    leave(128 + trainer.stopped if trainer.stopped else 0)  # shells' number for a signal
+    # After a stop the shells' number for a signal: not done yet.
+    leave(128 + trainer.stopped if trainer.stopped else 0)
 
 
 @record  # without it torchrun's report has no traceback
 def run(args: argparse.Namespace, stop: torch.Tensor) -> None:
     try:
         main(args, stop)
+    except (DataError, OSError) as error:
+        sys.exit(f"error: {error}")
     except RuntimeError as error:
         # When a rank fails, the others lose it. Let torchrun report the one, not the others.
         if "gloo" not in str(error) and not isinstance(error, dist.DistError):
@@ -464,7 +467,5 @@ if __name__ == "__main__":
         log(line.format(**vars(args)))
     try:
         run(args, stop=torch.zeros((), dtype=torch.int32))
-    except (DataError, OSError) as error:
-        sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

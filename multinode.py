@@ -311,6 +311,7 @@ def agree_on_run() -> str:
 def check(trainer: Trainer) -> None:
     """Print whether all-reduce adds up, how long it takes, and what that makes of a step."""
     world_size, device = trainer.world_size, trainer.device
+    trainer.model.train()
     source, targets = (tensor.to(device) for tensor in next(iter(trainer.train_data)))
     count = sum(parameter.numel() for parameter in trainer.model.parameters())
     gradient = torch.full((count,), trainer.rank + 1.0, device=device)
@@ -423,7 +424,7 @@ def ddp_setup(args: argparse.Namespace) -> torch.device:
         device = device_id = torch.device(args.device, index)
         torch.accelerator.set_device_index(device.index)
     loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
-    if loopback and args.world_size == args.local_world_size:  # nothing listens to the network
+    if loopback and args.world_size == args.local_world_size:  # these need no network
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     address = own_address(args)
@@ -452,7 +453,7 @@ def ddp_setup(args: argparse.Namespace) -> torch.device:
 
 def load_train_objs(args: argparse.Namespace) -> tuple:
     if args.local_rank > 0:
-        dist.barrier()  # while the first process of this host downloads
+        dist.barrier()  # while the first process of this host downloads: within --timeout
     train_set, test_set = load_dataset(args.dataset, args.data_dir)  # load your dataset
     if args.local_rank == 0:
         dist.barrier()
@@ -511,6 +512,10 @@ def find_ranks(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
     found = {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1}
     if dist.is_torchelastic_launched() and given:
         parser.error(f"torchrun gives the ranks: leave out {', '.join(given)}, or use python")
+    if args.nproc_per_node is not None and args.nnodes is None:
+        parser.error("--nproc-per-node goes with --nnodes, --node-rank and --init-method")
+    if args.nproc_per_node is None:
+        args.nproc_per_node = 2 if args.device == "cpu" else torch.accelerator.device_count()
     if "--nnodes" in given or "--node-rank" in given:
         if given != ["--init-method", "--nnodes", "--node-rank"]:
             parser.error("--nnodes, --node-rank and --init-method go together, without --rank")
@@ -550,8 +555,8 @@ def find_ranks(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
     if not 0 <= args.rank < args.world_size:
         parser.error(f"rank {args.rank} is not in a world of {args.world_size}: they count from 0")
     method = args.init_method or "tcp://localhost:1"
-    found = re.fullmatch(r"file://.+|tcp://.+:(\d+)", method)
-    if not found or not 0 < int(found[1] or 1) < 65_536:
+    match = re.fullmatch(r"file://.+|tcp://.+:(\d+)", method)
+    if not match or not 0 < int(match[1] or 1) < 65_536:
         parser.error(f"--init-method {method}: write tcp://host:port or file:///path")
 
 
@@ -597,8 +602,7 @@ def parse_args() -> argparse.Namespace:
     args.device = "cpu" if args.no_cuda else args.device
     args.model = args.model or DEFAULT_MODEL[args.dataset]
     args.device = devices[0] if args.device == "auto" else args.device
-    count = 2 if args.device == "cpu" else torch.accelerator.device_count()
-    args.nproc_per_node = count if args.nproc_per_node is None else args.nproc_per_node
+    count = 0 if args.device == "cpu" else torch.accelerator.device_count()
     find_ranks(parser, args)
     if args.backend == "auto":
         args.backend = dist.get_default_backend_for_device(args.device)
@@ -648,13 +652,16 @@ def main(args: argparse.Namespace, stop: torch.Tensor) -> None:
     if not trainer.stopped:
         log(f"Total time: {time.perf_counter() - start:.3f}s")
     dist.destroy_process_group()
-    leave(128 + trainer.stopped if trainer.stopped else 0)  # shells' number for a signal
+    # After a stop the shells' number for a signal: not done yet.
+    leave(128 + trainer.stopped if trainer.stopped else 0)
 
 
 @record  # without it torchrun's report has no traceback
 def run(args: argparse.Namespace, stop: torch.Tensor) -> None:
     try:
         main(args, stop)
+    except (DataError, OSError) as error:
+        sys.exit(f"error: {error}")
     except RuntimeError as error:
         # When a rank fails, the others lose it. Let torchrun report the one, not the others.
         if "gloo" not in str(error) and not isinstance(error, dist.DistError):
@@ -697,7 +704,5 @@ if __name__ == "__main__":
     try:
         launch = run if args.nnodes is None else spawn
         launch(args, stop=torch.zeros((), dtype=torch.int32))
-    except (DataError, OSError) as error:
-        sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

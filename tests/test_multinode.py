@@ -164,6 +164,7 @@ USAGE = [
     ),
     ((), {"SLURM_STEP_ID": 0, **SLURM, "PATH": ""}, "Slurm does not say which host is the first"),
     (("--rank", 0), {"TORCHELASTIC_RUN_ID": "x"}, "torchrun gives the ranks: leave out --rank"),
+    (("--nproc-per-node", 4), {}, "--nproc-per-node goes with --nnodes"),
     (("--backend", "mpi"), {}, "--backend mpi does not work on cpu here"),
     (("--epochs", 0), {}, "epochs is 0"),
 ]
