@@ -28,11 +28,6 @@ EPOCH = re.compile(
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What one worker must do alone, and what mostly waits, goes first: the end is shared."""
-    items.sort(key=lambda item: item.path.name not in ("test_slurm.py", "test_multinode.py"))
-
-
 class Job:
     """A script that was started; `finish` waits for it and checks that no process is left."""
 

@@ -68,6 +68,7 @@ def test_digits_are_the_same_bytes_whatever_the_vector_unit_and_dtype():
 
 def test_digits_are_learnable_but_not_by_a_linear_model(digits):
     train, test = digits
+    torch.set_num_threads(1)  # tests run side by side
     scores = {}
     for name in ("linear", "convnet"):
         set_seed(0)

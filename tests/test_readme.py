@@ -28,7 +28,7 @@ def shell(command: str, folder: Path) -> str:
     done = subprocess.run(
         ["bash", "-ec", command],
         cwd=folder,
-        env={**os.environ, "PATH": path},
+        env={"OMP_NUM_THREADS": "1", **os.environ, "PATH": path},  # tests run side by side
         capture_output=True,
         text=True,
         timeout=180,

@@ -13,7 +13,6 @@ from conftest import ROOT, SITE, Job, command, difference, epochs, idx_files, lo
 from hosts import Hosts, Slurm, require, slurm_requirements
 
 EPOCHS = 4
-pytestmark = pytest.mark.xdist_group("slurm")  # one cluster serves them all
 
 
 @pytest.fixture(scope="module")
