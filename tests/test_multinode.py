@@ -380,6 +380,8 @@ def test_check_finds_the_speed_of_the_link_and_predicts_the_epoch(hosts, tmp_pat
         assert 200 < reduce < 250, text  # 2.7 MB
         text = on_both(*arguments)
         took[accumulate] = 500 / epochs(text)[0]["rate"]
+        # The second host halves the steps.
+        assert f"[CPU0] Epoch 0 | Batchsize: 16 | Steps: {-(-500 // (32 * accumulate))}\n" in text
     for accumulate in (1, 8):
         assert took[accumulate] == pytest.approx(predicted[accumulate], rel=0.3), (predicted, took)
     assert took[1] > 3 * took[8]
