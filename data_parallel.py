@@ -14,7 +14,8 @@ It is kept for the code that uses it. DDP (ddp_spawn.py) has replaced it, as tor
 documentation says: here the weights travel anew in every step, the threads share one GIL, device
 0 holds all outputs and does all of the loss and the update while the others wait, and it ends at
 one host. DDP keeps a replica in a process of its own and sends nothing but gradients, during the
-backward pass. What goes in and comes out is the same for both, and that of single_gpu.py.
+backward pass. What goes in and comes out is the same for both. This file stops and resumes like
+single_gpu.py. To make it yours, edit what is marked "load your".
 """
 
 import argparse
@@ -82,7 +83,8 @@ class Trainer:
         b_sz, log_interval = self.args.batch_size, self.args.log_interval
         name = self.device.type.upper().replace("CUDA", "GPU")
         self.train_data.batch_sampler.set_epoch(epoch, self.samples_seen)
-        log(f"[{name}0] Epoch {epoch} | Batchsize: {b_sz} | Steps: {len(self.train_data)}")
+        line = f"Epoch {epoch} | Batchsize: {b_sz} | Steps: {len(self.train_data)}"
+        log(f"[{name}0] {line}")
         self.model.train()
         progress = tqdm(self.train_data, leave=False, disable=self.args.no_progress or None)
         for step, (source, targets) in enumerate(progress, start=1):
@@ -200,7 +202,7 @@ class Trainer:
 def load_train_objs(args: argparse.Namespace) -> tuple:
     train_set, test_set = load_dataset(args.dataset, args.data_dir)  # load your dataset
     set_seed(args.seed, deterministic=args.deterministic)
-    model = build_model(args.model, train_set.images.shape[1:])  # load your model
+    model = build_model(args.model, train_set[0][0].shape)  # load your model
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
     return train_set, test_set, model, optimizer
 
@@ -259,8 +261,9 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     args.model = args.model or DEFAULT_MODEL[args.dataset]
     args.device = devices[0] if args.device == "auto" else args.device
+    from_0 = ("lr", "momentum", "seed", "log_interval")
     for name, value in vars(args).items():
-        low = 0 if name in ("lr", "momentum", "seed", "log_interval") else 1
+        low = 0 if name in from_0 else 1
         if type(value) in (int, float) and not low <= value < 2**32:
             parser.error(f"{name} is {value}: it must be {low} or more, and below 2**32")
     path = Path(args.snapshot_path)
@@ -274,6 +277,7 @@ def parse_args() -> argparse.Namespace:
 def main(args: argparse.Namespace, stop: torch.Tensor) -> None:
     device = torch.device(args.device)
     train_set, test_set, model, optimizer = load_train_objs(args)
+    set_seed(args.seed, 0, args.deterministic)  # from here on it draws what rank 0 would
     train_sampler = ShardedBatchSampler(train_set, args.batch_size, 1, 0, args.seed)
     test_sampler = BatchSampler(range(len(test_set)), args.test_batch_size, drop_last=False)
     train_data = prepare_dataloader(train_set, train_sampler, device)

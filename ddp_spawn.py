@@ -55,10 +55,11 @@ class Trainer:
     ) -> None:
         self.device, self.stop, self.args = device, stop, args
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        model = model.to(device)
         # On a CPU an all-reduce takes its cores from the backward pass: start none before its end.
         # Gradients that are views of DDP's buckets save a copy.
         ids, bucket = (None, 100) if device.type == "cpu" else ([device.index], None)
-        self.model = DDP(model.to(device), ids, bucket_cap_mb=bucket, gradient_as_bucket_view=True)
+        self.model = DDP(model, ids, bucket_cap_mb=bucket, gradient_as_bucket_view=True)
         self.train_data, self.test_data = train_data, test_data
         self.optimizer = optimizer
         self.epoch = 0  # the epoch in progress
@@ -241,10 +242,11 @@ def ddp_setup(rank: int, world_size: int, store: str, args: argparse.Namespace) 
         torch.set_num_threads(max(1, torch.get_num_threads() // world_size))
     device, device_id = torch.device("cpu"), None
     if args.device != "cpu":
-        device = device_id = torch.device(args.device, rank % torch.accelerator.device_count())
+        index = rank % torch.accelerator.device_count()
+        device = device_id = torch.device(args.device, index)
         torch.accelerator.set_device_index(device.index)
     loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
-    if loopback:  # nothing here listens to the network
+    if loopback:  # these processes need no network
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     dist.init_process_group(
@@ -334,8 +336,9 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     args.model = args.model or DEFAULT_MODEL[args.dataset]
     args.device = devices[0] if args.device == "auto" else args.device
-    count = 2 if args.device == "cpu" else torch.accelerator.device_count()
-    args.nproc_per_node = count if args.nproc_per_node is None else args.nproc_per_node
+    count = torch.accelerator.device_count()
+    if args.nproc_per_node is None:
+        args.nproc_per_node = 2 if args.device == "cpu" else count
     if args.backend == "auto":
         args.backend = dist.get_default_backend_for_device(args.device)
     serves = dist.Backend.backend_capability.get(args.backend, [])
@@ -343,11 +346,12 @@ def parse_args() -> argparse.Namespace:
         parser.error(f"--backend {args.backend} does not work on {args.device} here: use auto")
     if args.device != "cpu" and args.nproc_per_node > count and args.backend != "gloo":
         parser.error(
-            f"--nproc-per-node {args.nproc_per_node} is more than {count} devices: use {count}, "
-            "--device cpu, or --backend gloo, where processes may share a device"
+            f"{args.nproc_per_node} processes are more than {count} devices: use "
+            f"--nproc-per-node {count}, --device cpu, or --backend gloo, where they may share one"
         )
+    from_0 = ("lr", "momentum", "seed", "log_interval")
     for name, value in vars(args).items():
-        low = 0 if name in ("lr", "momentum", "seed", "log_interval") else 1
+        low = 0 if name in from_0 else 1
         if type(value) in (int, float) and not low <= value < 2**32:
             parser.error(f"{name} is {value}: it must be {low} or more, and below 2**32")
     path = Path(args.snapshot_path)
@@ -368,7 +372,7 @@ def main(
     args: argparse.Namespace,
 ) -> None:
     device = ddp_setup(rank, world_size, store, args)
-    model, optimizer = load_train_objs(args, train_set.images.shape[1:])
+    model, optimizer = load_train_objs(args, train_set[0][0].shape)
     set_seed(args.seed, rank, args.deterministic)  # from here on each rank draws its own
     train_sampler = ShardedBatchSampler(train_set, args.batch_size, world_size, rank, args.seed)
     shard = range(rank, len(test_set), world_size)  # no padding: every sample counts once
@@ -387,7 +391,7 @@ def main(
 def spawn(args: argparse.Namespace, stop: torch.Tensor) -> None:
     train_set, test_set = load_dataset(args.dataset, args.data_dir)  # load your dataset
     train_set.share_memory_(), test_set.share_memory_()
-    build_model(args.model, train_set.images.shape[1:])  # where it fails, it fails here, once
+    build_model(args.model, train_set[0][0].shape)  # load your model: errors come here, once
     processes = []
     with tempfile.TemporaryDirectory() as folder:
         # The ranks meet in a file: no port to choose, and nothing that listens.

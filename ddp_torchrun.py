@@ -45,7 +45,7 @@ from common.seed import get_rng_state, set_rng_state, set_seed
 
 tqdm.set_lock(threading.RLock())  # its own is a semaphore that a killed process leaves behind
 
-LAUNCHER = os.getppid()
+LAUNCHER = os.getppid()  # another parent, later on, means that it was killed
 AMP = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -316,7 +316,7 @@ def load_train_objs(args: argparse.Namespace) -> tuple:
     if args.local_rank == 0:
         dist.barrier()
     set_seed(args.seed, deterministic=args.deterministic)  # the same weights on every rank
-    model = build_model(args.model, train_set.images.shape[1:])  # load your model
+    model = build_model(args.model, train_set[0][0].shape)  # load your model
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
     return train_set, test_set, model, optimizer
 
@@ -393,9 +393,11 @@ def parse_args() -> argparse.Namespace:
     # torchrun sets these; where nothing does, this process is the whole world.
     for name, alone in {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1}.items():
         setattr(args, name, int(os.environ.get(name.upper(), alone)))
+    if "RANK" in os.environ and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        parser.error("the environment has a RANK but no MASTER_ADDR and MASTER_PORT: use torchrun")
     args.model = args.model or DEFAULT_MODEL[args.dataset]
     args.device = devices[0] if args.device == "auto" else args.device
-    count = 0 if args.device == "cpu" else torch.accelerator.device_count()
+    count = torch.accelerator.device_count()
     if args.backend == "auto":
         args.backend = dist.get_default_backend_for_device(args.device)
     serves = dist.Backend.backend_capability.get(args.backend, [])
@@ -404,14 +406,15 @@ def parse_args() -> argparse.Namespace:
     if args.device != "cpu" and args.local_world_size > count and args.backend != "gloo":
         parser.error(
             f"{args.local_world_size} processes are more than {count} devices: use "
-            f"--nproc_per_node={count}, --device cpu, or --backend gloo, where they may share one"
+            f"--nproc-per-node {count}, --device cpu, or --backend gloo, where they may share one"
         )
     if args.sync_bn and args.device == "cpu":
         parser.error("--sync-bn needs an accelerator: leave it out on a CPU")
     if args.compile and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++", "cl"))):
         parser.error("--compile needs a C++ compiler: install g++, or leave it out")
+    from_0 = ("lr", "momentum", "seed", "log_interval", "rank", "local_rank")
     for name, value in vars(args).items():
-        low = 0 if name in ("lr", "momentum", "seed", "log_interval", "rank", "local_rank") else 1
+        low = 0 if name in from_0 else 1
         if type(value) in (int, float) and not low <= value < 2**32:
             parser.error(f"{name} is {value}: it must be {low} or more, and below 2**32")
     path = Path(args.snapshot_path)

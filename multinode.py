@@ -55,7 +55,7 @@ from common.seed import get_rng_state, set_rng_state, set_seed
 
 tqdm.set_lock(threading.RLock())  # its own is a semaphore that a killed process leaves behind
 
-LAUNCHER = os.getppid()
+LAUNCHER = os.getppid()  # another parent, later on, means that it was killed
 AMP = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -309,7 +309,7 @@ def agree_on_run() -> str:
 
 
 def check(trainer: Trainer) -> None:
-    """Print whether all-reduce adds up, how long it takes, and what that makes of a step."""
+    # Does an all-reduce add up, how long does it take, and what does that make of a step?
     world_size, device = trainer.world_size, trainer.device
     trainer.model.train()
     source, targets = (tensor.to(device) for tensor in next(iter(trainer.train_data)))
@@ -342,9 +342,9 @@ def check(trainer: Trainer) -> None:
         sys.exit(f"error: {wrong.item()} of {world_size * count} sums of the all-reduce are wrong")
 
 
-def join(args: argparse.Namespace) -> dist.Store | None:
+def join(args: argparse.Namespace, address: str) -> dist.Store | None:
     # The store where the ranks meet, as soon as all are there. torchrun's workers have one already.
-    name, complaint = socket.gethostname(), loopback_name(args)
+    name, complaint = socket.gethostname(), loopback_name(args, address)
     if dist.is_torchelastic_launched():
         if complaint and args.local_world_size < args.world_size:
             raise ValueError(complaint)
@@ -365,8 +365,8 @@ def join(args: argparse.Namespace) -> dist.Store | None:
                     hint = "is that rank 0's host, is rank 0 started, is there a firewall?"
                     raise ValueError(f"{error}; {hint}") from error
                 time.sleep(0.1)
-        address = (url.hostname, url.port, world_size, rank == 0, timeout)
-        store = dist.TCPStore(*address, wait_for_workers=False)
+        place = (url.hostname, url.port, world_size, rank == 0, timeout)
+        store = dist.TCPStore(*place, wait_for_workers=False)
     if complaint:
         store.set("complaint", complaint)
     store.add(f"host {name}", 1)
@@ -388,9 +388,9 @@ def join(args: argparse.Namespace) -> dist.Store | None:
     return store
 
 
-def loopback_name(args: argparse.Namespace) -> str:
+def loopback_name(args: argparse.Namespace, address: str) -> str:
     # gloo tells the others to connect to what this host's own name resolves to.
-    name, address = socket.gethostname(), own_address(args)
+    name = socket.gethostname()
     if args.backend != "gloo" or "GLOO_SOCKET_IFNAME" in os.environ or address.startswith("127."):
         return ""
     try:
@@ -431,7 +431,7 @@ def ddp_setup(args: argparse.Namespace) -> torch.device:
     try:
         dist.init_process_group(
             args.backend,
-            store=join(args),
+            store=join(args, address),
             rank=args.rank,
             world_size=args.world_size,
             timeout=datetime.timedelta(seconds=args.timeout),
@@ -458,7 +458,7 @@ def load_train_objs(args: argparse.Namespace) -> tuple:
     if args.local_rank == 0:
         dist.barrier()
     set_seed(args.seed, deterministic=args.deterministic)  # the same weights on every rank
-    model = build_model(args.model, train_set.images.shape[1:])  # load your model
+    model = build_model(args.model, train_set[0][0].shape)  # load your model
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
     return train_set, test_set, model, optimizer
 
@@ -602,7 +602,7 @@ def parse_args() -> argparse.Namespace:
     args.device = "cpu" if args.no_cuda else args.device
     args.model = args.model or DEFAULT_MODEL[args.dataset]
     args.device = devices[0] if args.device == "auto" else args.device
-    count = 0 if args.device == "cpu" else torch.accelerator.device_count()
+    count = torch.accelerator.device_count()
     find_ranks(parser, args)
     if args.backend == "auto":
         args.backend = dist.get_default_backend_for_device(args.device)
@@ -611,15 +611,15 @@ def parse_args() -> argparse.Namespace:
         parser.error(f"--backend {args.backend} does not work on {args.device} here: use auto")
     if args.device != "cpu" and args.local_world_size > count and args.backend != "gloo":
         parser.error(
-            f"{args.local_world_size} processes are more than {count} devices: start {count} a "
-            "host, or use --device cpu, or --backend gloo, where they may share one"
+            f"{args.local_world_size} processes are more than {count} devices: use "
+            f"--nproc-per-node {count}, --device cpu, or --backend gloo, where they may share one"
         )
     if args.sync_bn and args.device == "cpu":
         parser.error("--sync-bn needs an accelerator: leave it out on a CPU")
     if args.compile and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++", "cl"))):
         parser.error("--compile needs a C++ compiler: install g++, or leave it out")
+    from_0 = ("lr", "momentum", "seed", "log_interval", "rank", "local_rank", "node_rank")
     for name, value in vars(args).items():
-        from_0 = "lr", "momentum", "seed", "log_interval", "rank", "local_rank", "node_rank"
         low = 0 if name in from_0 else 1
         if type(value) in (int, float) and not low <= value < 2**32:
             parser.error(f"{name} is {value}: it must be {low} or more, and below 2**32")

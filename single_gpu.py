@@ -73,7 +73,8 @@ class Trainer:
         b_sz, log_interval = self.args.batch_size, self.args.log_interval
         name = self.device.type.upper().replace("CUDA", "GPU")
         self.train_data.batch_sampler.set_epoch(epoch, self.samples_seen)
-        log(f"[{name}0] Epoch {epoch} | Batchsize: {b_sz} | Steps: {len(self.train_data)}")
+        line = f"Epoch {epoch} | Batchsize: {b_sz} | Steps: {len(self.train_data)}"
+        log(f"[{name}0] {line}")
         self.model.train()
         progress = tqdm(self.train_data, leave=False, disable=self.args.no_progress or None)
         for step, (source, targets) in enumerate(progress, start=1):
@@ -191,7 +192,7 @@ class Trainer:
 def load_train_objs(args: argparse.Namespace) -> tuple:
     train_set, test_set = load_dataset(args.dataset, args.data_dir)  # load your dataset
     set_seed(args.seed, deterministic=args.deterministic)
-    model = build_model(args.model, train_set.images.shape[1:])  # load your model
+    model = build_model(args.model, train_set[0][0].shape)  # load your model
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
     return train_set, test_set, model, optimizer
 
@@ -251,8 +252,9 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     args.model = args.model or DEFAULT_MODEL[args.dataset]
     args.device = devices[0] if args.device == "auto" else args.device
+    from_0 = ("lr", "momentum", "seed", "log_interval")
     for name, value in vars(args).items():
-        low = 0 if name in ("lr", "momentum", "seed", "log_interval") else 1
+        low = 0 if name in from_0 else 1
         if type(value) in (int, float) and not low <= value < 2**32:
             parser.error(f"{name} is {value}: it must be {low} or more, and below 2**32")
     path = Path(args.snapshot_path)
@@ -268,6 +270,7 @@ def main(args: argparse.Namespace, stop: torch.Tensor) -> None:
     if device.index is not None:
         torch.accelerator.set_device_index(device.index)
     train_set, test_set, model, optimizer = load_train_objs(args)
+    set_seed(args.seed, 0, args.deterministic)  # from here on it draws what rank 0 would
     train_sampler = ShardedBatchSampler(train_set, args.batch_size, 1, 0, args.seed)
     test_sampler = BatchSampler(range(len(test_set)), args.test_batch_size, drop_last=False)
     train_data = prepare_dataloader(train_set, train_sampler, device)

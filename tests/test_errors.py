@@ -40,7 +40,7 @@ SPAWN = [
     (
         ("--nproc-per-node", 3),
         {"LADDER_FAKE_GPUS": 2},
-        "--nproc-per-node 3 is more than 2 devices: use 2, --device cpu, or --backend gloo",
+        "3 processes are more than 2 devices: use --nproc-per-node 2, --device cpu, or",
     ),
 ]
 

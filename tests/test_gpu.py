@@ -50,7 +50,7 @@ def test_gloo_processes_may_share_a_device(run):
 
 def test_more_processes_than_devices_are_refused(run):
     text = run("ddp_spawn.py", 1, "--nproc-per-node", count + 1, status=2)
-    assert f"is more than {count} devices" in text
+    assert f"are more than {count} devices" in text
 
 
 def test_torchrun_with_nccl_at_one_process(run):

@@ -84,6 +84,14 @@ def test_accumulated_batches_are_one_large_batch(run, tmp_path, fashion, count):
         assert difference(load(tmp_path / "checkpoint.pt"), load(tmp_path / "1.pt")) < 1e-12
 
 
+def test_one_process_drops_out_the_same(run, tmp_path, fashion):
+    """Dropout differs between ranks; a world of one has rank 0's, on every rung."""
+    common = (1, *fashion(500, 10), "--model", "convnet", "--no-progress")
+    run("single_gpu.py", *common, "--snapshot-path", "one.pt", **DOUBLE)
+    run("ddp_torchrun.py", *common, **DOUBLE)
+    assert difference(load(tmp_path / "checkpoint.pt"), load(tmp_path / "one.pt")) < 1e-12
+
+
 @pytest.mark.parametrize(
     "launch",
     [

@@ -122,10 +122,15 @@ def test_only_the_first_process_of_a_host_prepares_the_data(run):
 def test_more_processes_than_devices(run, tmp_path):
     text = run(TORCHRUN.format(3), 1, status=1, LADDER_FAKE_GPUS=2)
     assert (
-        "ddp_torchrun.py: error: 3 processes are more than 2 devices: use --nproc_per_node=2, "
+        "ddp_torchrun.py: error: 3 processes are more than 2 devices: use --nproc-per-node 2, "
         "--device cpu, or --backend gloo, where they may share one\n"
     ) in text
     assert not (tmp_path / "checkpoint.pt").exists()
+
+
+def test_a_rank_without_a_master(run, tmp_path):
+    text = run("ddp_torchrun.py", status=2, RANK=0, WORLD_SIZE=2)
+    assert text.endswith("has a RANK but no MASTER_ADDR and MASTER_PORT: use torchrun\n")
 
 
 def test_bf16_is_as_accurate_within_a_point(run, tmp_path):
