@@ -96,6 +96,7 @@ class Trainer:
         b_sz, log_interval = self.args.batch_size, self.args.log_interval
         name = self.device.type.upper().replace("CUDA", "GPU")
         self.train_data.batch_sampler.set_epoch(epoch, self.samples_seen)
+        self.train_data.generator.manual_seed(torch.initial_seed() + epoch)  # for its workers
         line = f"Epoch {epoch} | Batchsize: {b_sz} | Steps: {len(self.train_data)}"
         log(f"[{name}{self.rank}] {line}", every_rank=True)
         self.model.train()
@@ -389,9 +390,12 @@ def main(
 
 
 def spawn(args: argparse.Namespace, stop: torch.Tensor) -> None:
+    catch_stop_signals(stop)  # shared memory: what one process hears, all hear
     train_set, test_set = load_dataset(args.dataset, args.data_dir)  # load your dataset
     train_set.share_memory_(), test_set.share_memory_()
     build_model(args.model, train_set[0][0].shape)  # load your model: errors come here, once
+    if stop.item():
+        sys.exit(128 + stop.item())
     processes = []
     with tempfile.TemporaryDirectory() as folder:
         # The ranks meet in a file: no port to choose, and nothing that listens.
@@ -401,7 +405,7 @@ def spawn(args: argparse.Namespace, stop: torch.Tensor) -> None:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             context = mp.spawn(main, objs, args.nproc_per_node, join=False)
             processes = context.processes
-            catch_stop_signals(stop)  # shared memory: what one process hears, all hear
+            catch_stop_signals(stop)
             while not context.join(grace_period=5):
                 pass
         except mp.ProcessExitedException as error:

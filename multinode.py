@@ -130,6 +130,7 @@ class Trainer:
         b_sz, log_interval = self.args.batch_size, self.args.log_interval
         name = self.device.type.upper().replace("CUDA", "GPU")
         self.train_data.batch_sampler.set_epoch(epoch, self.samples_seen)
+        self.train_data.generator.manual_seed(torch.initial_seed() + epoch)  # for its workers
         line = f"Epoch {epoch} | Batchsize: {b_sz} | Steps: {len(self.train_data)}"
         log(f"[{name}{self.rank}] {line}", every_rank=True)
         self.model.train()
