@@ -57,7 +57,7 @@ def test_data_parallel_agrees_with_uneven_chunks(run, tmp_path, fashion):
     assert difference(load(tmp_path / "checkpoint.pt"), load(tmp_path / "one.pt")) < 1e-12
 
 
-@pytest.mark.parametrize("count", [65, 67, 130])
+@pytest.mark.parametrize("count", [65, 130])
 def test_a_last_batch_that_is_shared_out_unevenly_has_its_right_weight(
     run, tmp_path, fashion, count
 ):
@@ -68,9 +68,9 @@ def test_a_last_batch_that_is_shared_out_unevenly_has_its_right_weight(
     assert difference(load(tmp_path / "checkpoint.pt"), load(tmp_path / "one.pt")) < 1e-12
 
 
-@pytest.mark.parametrize("count", [65, 70, 90])
+@pytest.mark.parametrize("count", [65, 90])
 def test_accumulated_batches_are_one_large_batch(run, tmp_path, fashion, count):
-    """4 x 8 against 1 x 32. The last step has 1 sample, 6 in one short batch, or 26 in four."""
+    """4 x 8 against 1 x 32. The last step has 1 sample, or 26 in four batches."""
     common = (2, *fashion(count, 10), "--no-progress", "--log-interval", 1)
     expected = run(
         "single_gpu.py", *common, "--batch-size", 32, "--snapshot-path", "1.pt", **DOUBLE
@@ -99,10 +99,12 @@ def test_one_process_drops_out_the_same(run, tmp_path, fashion):
         (TORCHRUN.format(3), "--batch-size", 8, "--accumulate", 3),
     ],
 )
-def test_replicas_hold_the_same_bytes_at_the_end(run, fashion, launch):
+def test_replicas_hold_the_same_bytes_at_the_end(run, tmp_path, fashion, launch):
     text = run(*launch, *fashion(500, 10), "--model", "convnet", LADDER_CHECKSUM=1)
     checksums = [line for line in text.splitlines() if line.startswith("checksum ")]
     assert len(checksums) == 3 and len(set(checksums)) == 1
+    states = [state["cpu"] for state in load(tmp_path / "checkpoint.pt")["rng_states"]]
+    assert len({state.numpy().tobytes() for state in states}) == 3  # they drop out other units
 
 
 def test_float32_agrees_for_the_first_ten_steps(run, tmp_path, fashion):
@@ -110,11 +112,7 @@ def test_float32_agrees_for_the_first_ten_steps(run, tmp_path, fashion):
     expected = losses(run("single_gpu.py", *common, "--batch-size", 64, "--snapshot-path", "1.pt"))
     assert len(expected) == 10 and expected[-1] < expected[0]
     for number, (script, options) in enumerate(
-        [
-            ("data_parallel.py", ("--batch-size", 64)),
-            ("ddp_spawn.py", ("--batch-size", 32)),
-            ("ddp_spawn.py", ("--batch-size", 16, "--nproc-per-node", 4)),
-        ]
+        [("data_parallel.py", ("--batch-size", 64)), ("ddp_spawn.py", ("--batch-size", 32))]
     ):
         path = tmp_path / f"other{number}.pt"
         text = run(script, *common, *options, "--snapshot-path", path)

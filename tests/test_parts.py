@@ -1,0 +1,547 @@
+"""Parts of the scripts, called in the tests' own process: cheap, and the same for every rung.
+
+One process is the whole group here, on a CPU. A test about another rank pretends to be one.
+"""
+
+import importlib
+import json
+import os
+import random
+import re
+import runpy
+import signal
+import socket
+import sys
+import uuid
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from conftest import ROOT, SCRIPTS, load, same_bytes
+
+from common.data import make_digits
+from common.seed import get_rng_state, set_seed
+
+CPU = torch.device("cpu")
+every_script = pytest.mark.parametrize("script", SCRIPTS)
+every_ddp_script = pytest.mark.parametrize("script", SCRIPTS[2:])
+every_torchrun_script = pytest.mark.parametrize("script", SCRIPTS[3:])
+
+
+@pytest.fixture
+def parse(tmp_path, monkeypatch):
+    """parse(script, *arguments) -> the script as a module, and what it makes of the arguments."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # as multinode.py does, for all that follows
+
+    def parse(script: str, *arguments: object) -> tuple:
+        module = importlib.import_module(script.removesuffix(".py"))
+        monkeypatch.setattr(module, "device_names", lambda: ["cpu"])
+        monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
+        return module, module.parse_args()
+
+    return parse
+
+
+@pytest.fixture
+def make(parse, monkeypatch):
+    """make(script, *arguments) -> the module, and the Trainer that its main() makes: of 40 digits,
+    and 10 to test on. `make.calls` is what main() does besides, in its order."""
+    monkeypatch.setattr(mp, "parent_process", lambda: SimpleNamespace(is_alive=lambda: True))
+    data_parallel = sys.modules["torch.nn.parallel.data_parallel"]
+    monkeypatch.setattr(data_parallel, "_get_available_device_type", lambda: None)
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "lo")  # as the scripts do, for all that follows
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tests run side by side
+
+    def make(script: str, *arguments: object) -> tuple:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        module, args = parse(script, *arguments)
+        data, stop = (make_digits(40, 0), make_digits(10, 1)), torch.zeros((), dtype=torch.int32)
+        trainers, make.calls = [], []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "load_dataset", lambda *_: data)
+            patch.setattr(module, "catch_stop_signals", lambda stop: None)
+            patch.setattr(module, "leave", make.calls.append, raising=False)
+            for name in ("barrier", "destroy_process_group"):
+                patch.setattr(dist, name, lambda name=name: make.calls.append(name))
+
+            def train(self: object, total_epochs: int) -> None:
+                trainers.append(self)
+                make.calls.append("train")
+
+            patch.setattr(module.Trainer, "train", train)
+            if script == "ddp_spawn.py":
+                module.main(0, 1, uuid.uuid4().hex, *data, stop, args)
+            else:
+                module.main(args, stop)
+        return module, trainers[0]
+
+    yield make
+    torch.set_num_threads(threads)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def inner(trainer: object) -> torch.nn.Module:
+    return getattr(trainer.model, "module", trainer.model)
+
+
+def draw() -> tuple:
+    return random.random(), np.random.rand(), torch.rand(3).tolist()
+
+
+@every_script
+def test_what_is_saved_is_what_is_loaded(make, script):
+    options = ("--model", "mlp", *(("--amp", "fp16") if script in SCRIPTS[3:] else ()))
+    _, first = make(script, *options)
+    if script in SCRIPTS[3:]:
+        first.scaler.load_state_dict({**first.scaler.state_dict(), "scale": 8.0})
+    first._run_epoch(0)
+    first.epoch, first.samples_seen = 3, 32
+    first.loss_sum.fill_(5)
+    set_seed(7)
+    first._save_snapshot()
+    expected, before = draw(), load(Path("checkpoint.pt"))
+    _, second = make(script, *options, "--resume", "--lr", 0.5)
+    assert draw() == expected
+    assert (second.epoch, second.samples_seen, second.loss_sum) == (3, 32, 5)
+    assert second.optimizer.param_groups[0]["lr"] == 0.5  # the command line overrules the snapshot
+    second._save_snapshot()
+    after = load(Path("checkpoint.pt"))
+    assert same_bytes(before, after) and before["scaler"] == after["scaler"]
+    assert {*before["model"]} == {*inner(second).state_dict()}  # no prefix
+    assert script not in SCRIPTS[3:] or after["scaler"]["_growth_tracker"] == 2
+
+
+@every_script
+def test_a_snapshot_is_written_whole_or_not_at_all(make, monkeypatch, script):
+    _, trainer = make(script)
+    calls, fsync, replace = [], os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda *args: calls.append("fsync") or fsync(*args))
+    monkeypatch.setattr(Path, "replace", lambda *args: calls.append("replace") or replace(*args))
+    trainer._save_snapshot()
+    assert calls == ["fsync", "replace"]
+    before, save = Path("checkpoint.pt").read_bytes(), torch.save
+
+    def torn(what, file, **options):
+        if not isinstance(what, dict):  # pickled on its way to another rank
+            return save(what, file, **options)
+        file.write(b"half")
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(torch, "save", torn)
+    with pytest.raises(SystemExit, match=r"cannot save checkpoint.pt \(the disk is full\)"):
+        trainer._save_snapshot()
+    assert Path("checkpoint.pt").read_bytes() == before
+    assert not Path("checkpoint.pt.tmp").exists()
+
+
+@every_script
+def test_saved_every_nth_epoch_and_after_the_last(make, capsys, script):
+    _, trainer = make(script, "--model", "mlp", 5, 2)
+    trainer.train(5)
+    found = r"^Epoch (\d) \| Training checkpoint saved at checkpoint.pt$"
+    assert re.findall(found, capsys.readouterr().out, re.M) == ["1", "3", "4"]
+    assert load(Path("checkpoint.pt"))["epoch"] == 5
+
+
+@every_script
+def test_each_epoch_has_its_order_and_may_begin_in_the_middle(make, capsys, script):
+    _, trainer = make(script, "--model", "mlp", "--batch-size", 8, "--seed", 7)
+    sampler, seeds = trainer.train_data.batch_sampler, set()
+    for epoch in (3, 4):
+        trainer.samples_seen = 16
+        trainer._run_epoch(epoch)
+        assert (sampler.epoch, sampler.start, trainer.samples_seen) == (epoch, 16, 40)
+        assert f"Epoch {epoch} | Batchsize: 8 | Steps: 3\n" in capsys.readouterr().out
+        seeds.add(trainer.train_data.generator.initial_seed())  # of the loader's workers
+    assert sampler.seed == 7 and len(seeds) == 2
+
+
+@every_script
+def test_a_seed_gives_the_weights(make, script):
+    weights = []
+    for seed in (7, 7, 8):
+        torch.seed()
+        trainer = make(script, "--model", "mlp", "--seed", seed)[1]
+        weights.append(next(trainer.model.parameters()).detach())
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[1], weights[2])
+
+
+@every_script
+def test_snapshots_that_do_not_fit_are_refused(make, script):
+    make(script, "--model", "mlp")[1]._save_snapshot()
+    snapshot, whole = load(Path("checkpoint.pt")), Path("checkpoint.pt").read_bytes()
+    del snapshot["model"]["layers.1.weight"]
+    torch.save(snapshot, "edited.pt")
+    torch.save({"MODEL_STATE": {}, "EPOCHS_RUN": 3}, "tutorial.pt")
+    Path("torn.pt").write_bytes(whole[: len(whole) // 2])
+    Path("text.pt").write_text("hello")
+    for name, model, seed, reason in (
+        ("checkpoint.pt", "convnet", 42, r"ValueError: made with --model mlp, and this .* convnet"),
+        ("checkpoint.pt", "mlp", 7, "ValueError: made with --seed 42, and this run has 7"),
+        ("edited.pt", "mlp", 42, "RuntimeError: Error.* in loading state_dict"),
+        ("tutorial.pt", "mlp", 42, "KeyError: 'settings'"),
+        ("torn.pt", "mlp", 42, r"\w+"),
+        ("text.pt", "mlp", 42, r"\w+"),
+    ):
+        before = Path(name).read_bytes()
+        options = ("--model", model, "--seed", seed, "--snapshot-path", name)
+        with pytest.raises(
+            SystemExit, match=f"^error: cannot resume from {name} .{reason}.*: name"
+        ):
+            make(script, *options, "--resume")
+        assert Path(name).read_bytes() == before
+
+
+@every_script
+def test_dropout_in_training_and_all_units_in_evaluation(make, script):
+    _, trainer = make(script)
+    modes = []
+    inner(trainer).register_forward_pre_hook(lambda module, _: modes.append(module.training))
+    trainer._run_epoch(0)
+    trainer._evaluate()
+    trainer.samples_seen = 0
+    trainer._run_epoch(1)
+    assert modes == [True, True, False, True, True]
+
+
+@every_script
+def test_loading_data_draws_nothing_from_the_models_numbers(make, script):
+    _, trainer = make(script)
+    before = torch.get_rng_state()
+    assert len(list(trainer.train_data)) == 2 and len(list(trainer.test_data)) == 1
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# --- more than one process ----------------------------------------------------------------------
+
+
+@every_ddp_script
+def test_rank_1_leaves_the_file_to_rank_0(make, monkeypatch, script):
+    _, trainer = make(script, "--model", "mlp")
+    trainer.epoch = 3
+    trainer.loss_sum.fill_(5)
+    trainer._save_snapshot()
+    snapshot = load(Path("checkpoint.pt"))
+    Path("checkpoint.pt").unlink()
+
+    trainer.rank = trainer.args.local_rank = 1
+    trainer._save_snapshot()
+    assert not Path("checkpoint.pt").exists()
+
+    set_seed(7)
+    snapshot["rng_states"].append(get_rng_state(CPU))
+    expected = draw()
+    for weight in snapshot["model"].values():
+        weight.fill_(3)
+    sent = lambda box, src=0: box.__setitem__(0, snapshot)  # noqa: E731
+    monkeypatch.setattr(dist, "broadcast_object_list", sent)
+    trainer.args.resume, trainer.epoch = True, 0
+    trainer._load_snapshot()
+    assert draw() == expected  # of rank 1's own generators
+    assert all((weight == 3).all() for weight in trainer.model.parameters())
+    assert (trainer.epoch, trainer.loss_sum) == (3, 0)  # the sum so far is rank 0's
+
+
+@every_ddp_script
+def test_losses_and_accuracy_are_those_of_all_ranks(make, monkeypatch, capsys, script):
+    _, trainer = make(script, "--model", "mlp", "--batch-size", 20, "--log-interval", 2)
+
+    def all_reduce(tensor, op=None):
+        if tensor.is_floating_point():
+            tensor.fill_(5)
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    trainer.train(1)
+    text = capsys.readouterr().out
+    assert "Epoch 0 | Step 2 | Loss: 0.250000\n" in text
+    assert "Train loss: 0.1250 | Test loss: 0.5000 | Accuracy: 5/10 (50.00%)" in text
+    assert load(Path("checkpoint.pt"))["loss_sum"] == 5
+
+
+@every_ddp_script
+def test_all_ranks_are_evaluated_with_the_buffers_of_rank_0(make, monkeypatch, script):
+    _, trainer = make(script)
+    inner(trainer).register_buffer("statistics", torch.zeros(2))
+    monkeypatch.setattr(dist, "broadcast", lambda tensor, src: tensor.fill_(7 + src))
+    trainer._evaluate()
+    assert inner(trainer).statistics.tolist() == [7, 7]
+
+
+@every_ddp_script
+def test_ddp_has_its_order_of_summation_before_training(make, script):
+    _, trainer = make(script)
+    assert all(parameter.grad is not None for parameter in trainer.model.parameters())
+
+
+@every_ddp_script
+def test_all_stop_when_one_must(make, monkeypatch, script):
+    module, trainer = make(script, "--batch-size", 2)
+    assert trainer._stop_agreed(10) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(dist, "all_reduce", lambda tensor, op: tensor.fill_(2))
+        assert (trainer._stop_agreed(3), trainer._stop_agreed(10)) == (0, 2)
+    monkeypatch.setattr(mp, "parent_process", lambda: SimpleNamespace(is_alive=lambda: False))
+    monkeypatch.setattr(module, "LAUNCHER", -1, raising=False)
+    monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
+    assert trainer._stop_agreed(10) == signal.SIGTERM  # the launcher is dead
+
+
+@every_ddp_script
+def test_nobody_leaves_before_all_are_done(make, script):
+    make(script)
+    assert make.calls[-4:] == ["train", "barrier", "destroy_process_group", 0]
+
+
+@pytest.mark.parametrize("script", ["ddp_spawn.py", "multinode.py"])
+def test_a_parent_passes_on_signals_and_a_status_and_kills_who_is_left(parse, monkeypatch, script):
+    events, data = [], (make_digits(10, 0), make_digits(10, 1))
+    child = SimpleNamespace(kill=lambda: events.append("kill"))
+
+    def join(grace_period):
+        raise mp.ProcessExitedException("rank 1", error_index=1, error_pid=1, exit_code=143)
+
+    module, args = parse(script)
+    context = SimpleNamespace(processes=[child, child], join=join)
+    monkeypatch.setattr(mp, "spawn", lambda *_, join: events.append("spawn") or context)
+    monkeypatch.setattr(signal, "signal", lambda *given: events.append(given))
+    monkeypatch.setattr(module, "load_dataset", lambda *_: data)
+    with pytest.raises(SystemExit, match="143"):
+        module.spawn(args, torch.zeros((), dtype=torch.int32))
+    start = events.index("spawn")
+    assert events[start - 1] == (signal.SIGINT, signal.SIG_IGN)  # children inherit it
+    assert [number for number, _ in events[start + 1 : -2]] == [signal.SIGINT, signal.SIGTERM]
+    assert events[-2:] == ["kill", "kill"]
+
+
+@every_ddp_script
+def test_a_process_leaves_before_python_ends(parse, monkeypatch, script):
+    module, _ = parse(script)
+    left = []
+    monkeypatch.setattr(os, "_exit", left.append)
+    module.leave(143)
+    assert left == [143]
+
+
+@every_ddp_script
+def test_rank_1_is_quiet(make, monkeypatch, capsys, script):
+    module, _ = make(script)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    capsys.readouterr()
+    module.log("of the job")
+    module.log("of every rank", every_rank=True)
+    assert capsys.readouterr().out == "of every rank\n"
+
+
+@every_ddp_script
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_process_gets_its_device_its_threads_and_its_interface(parse, monkeypatch, script, hosts):
+    """The last of two processes a host. A host has four devices and eight cores."""
+    module, args = parse(script, "--timeout", 9)
+    args.device, args.local_rank, args.local_world_size = "cuda", 1, 2
+    args.rank, args.world_size = 2 * hosts - 1, 2 * hosts
+    given, environment, indices, threads = {}, {}, [], []
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", indices.append)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **kwargs: given.update(kwargs))
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(module, "join", lambda args, address: None, raising=False)
+    if script != "ddp_spawn.py":
+        device = module.ddp_setup(args)
+    elif hosts == 1:
+        device = module.ddp_setup(1, 2, "store", args)
+    else:
+        return  # it knows one host
+    assert device == given["device_id"] == torch.device("cuda", 1) and indices == [1]
+    assert threads == [4] and given["timeout"].seconds == 9
+    assert (given["rank"], given["world_size"]) == (2 * hosts - 1, 2 * hosts)
+    loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform) if hosts == 1 else None
+    assert environment.get("GLOO_SOCKET_IFNAME") == loopback
+    assert environment.get("NCCL_SOCKET_IFNAME") == loopback
+
+
+@every_ddp_script
+def test_events_are_written_by_rank_0_alone(make, monkeypatch, script):
+    writer = SimpleNamespace(SummaryWriter=lambda *args, **kwargs: "a writer")
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", writer)
+    assert make(script, "--log-dir", "runs")[1].writer == "a writer"
+    monkeypatch.setattr(dist, "get_rank", lambda *_: 1)
+    assert make(script, "--log-dir", "runs")[1].writer is None
+
+
+# --- torchrun, precision, compilation -----------------------------------------------------------
+
+
+@every_torchrun_script
+def test_the_first_process_of_a_host_prepares_the_data(parse, monkeypatch, script):
+    calls, data = [], (make_digits(10, 0), make_digits(10, 1))
+    module, args = parse(script)
+    monkeypatch.setattr(dist, "barrier", lambda: calls.append("barrier"))
+    monkeypatch.setattr(module, "load_dataset", lambda *_: calls.append("data") or data)
+    for args.local_rank, expected in ((0, ["data", "barrier"]), (1, ["barrier", "data"])):
+        calls.clear()
+        module.load_train_objs(args)
+        assert calls == expected
+
+
+@every_torchrun_script
+def test_a_restart_goes_on_from_its_own_run_alone(make, monkeypatch, script):
+    epochs = []
+    for report in ("run1/attempt_0/0", "run2/attempt_0/0", "run1/attempt_1/0"):
+        Path(report).mkdir(parents=True)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", os.path.abspath(f"{report}/error.json"))
+        _, trainer = make(script, "--model", "mlp")
+        epochs.append(trainer.epoch)
+        if report == "run1/attempt_0/0":
+            trainer.epoch = 2
+            trainer._save_snapshot()
+    assert epochs == [0, 0, 2]
+
+
+@every_torchrun_script
+def test_amp_in_training_and_in_evaluation(make, script):
+    _, trainer = make(script, "--amp", "bf16", "--model", "mlp")
+    types = []
+    inner(trainer).register_forward_hook(lambda _, __, output: types.append(output.dtype))
+    trainer._run_epoch(0)
+    trainer._evaluate()
+    assert types == [torch.bfloat16] * 3
+    assert {value.dtype for value in inner(trainer).state_dict().values()} == {torch.float32}
+
+
+@every_torchrun_script
+def test_compile_leaves_the_names_of_the_weights(make, monkeypatch, script):
+    monkeypatch.setattr("shutil.which", lambda name: name)  # nothing is compiled before it runs
+    _, trainer = make(script, "--compile", "--model", "mlp")
+    assert inner(trainer)._compiled_call_impl is not None
+    assert next(iter(inner(trainer).state_dict())).startswith("layers.")
+
+
+@every_torchrun_script
+def test_what_torchrun_is_told(parse, monkeypatch, tmp_path, script):
+    module, args = parse(script)
+    report = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
+    monkeypatch.setattr("faulthandler.enable", lambda **kwargs: None)
+
+    def run(error: Exception) -> None:
+        def main(args, stop):
+            raise error
+
+        monkeypatch.setattr(module, "main", main)
+        module.run(args, torch.zeros(()))
+
+    with pytest.raises(ArithmeticError):
+        run(ArithmeticError("the test's own error"))
+    assert "the test's own error" in json.loads(report.read_text())["message"]["message"]
+    report.unlink()
+    with pytest.raises(SystemExit, match=r"error: rank 0 has lost the others, .*by peer"):
+        run(RuntimeError("[/gloo/transport] Connection closed by peer\nframe #0"))
+    with pytest.raises(SystemExit, match="error: no data"):
+        run(module.DataError("no data"))
+    assert not report.exists()  # or torchrun would show it as the cause
+    with pytest.raises(RuntimeError, match="shape mismatch"):
+        run(RuntimeError("shape mismatch"))
+
+
+# --- multinode.py -------------------------------------------------------------------------------
+
+
+def test_a_hosts_number_gives_the_ranks(parse, monkeypatch):
+    options = ("--init-method", "tcp://a:1000", "--nnodes", 2, "--node-rank", 1)
+    module, args = parse("multinode.py", *options, "--nproc-per-node", 4)
+    assert (args.rank, args.world_size, args.local_world_size) == (4, 8, 4)
+    started = []
+    monkeypatch.setattr(module, "run", lambda args, stop: started.append(args))
+    module.run_rank(2, args, torch.zeros(()))
+    assert (started[0].rank, started[0].local_rank) == (6, 2)
+
+
+def test_warnings_from_c_plus_plus_are_there_for_who_asks(monkeypatch):
+    for given, used in (("WARNING", "WARNING"), ("", "ERROR")):
+        monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", given)
+        if not given:
+            monkeypatch.delenv("TORCH_CPP_LOG_LEVEL")
+        runpy.run_path(str(ROOT / "multinode.py"))
+        assert os.environ["TORCH_CPP_LOG_LEVEL"] == used
+
+
+def test_who_is_missing_double_or_of_another_world(parse, tmp_path):
+    def join(rank: int, world_size: int) -> None:
+        options = ("--init-method", f"file://{tmp_path}/store", "--timeout", 1)
+        module, args = parse("multinode.py", *options, "--rank", rank, "--world-size", world_size)
+        module.join(args, "127.0.0.1")
+
+    store = dist.FileStore(str(tmp_path / "store"), 3)
+    with pytest.raises(ValueError, match="missing after 1 s: rank 0, rank 2; start them all"):
+        join(1, 3)
+    with pytest.raises(ValueError, match="there is a rank 1 already"):
+        join(1, 3)
+    with pytest.raises(ValueError, match="another process says that there are 3"):
+        join(0, 2)
+    store.add("rank 2", 1)
+    with pytest.raises(ValueError, match="there is a rank 0 already"):  # it said so above
+        join(0, 3)
+
+
+def test_a_name_that_resolves_to_loopback_is_reported(parse, monkeypatch):
+    module, args = parse("multinode.py")
+    name = socket.gethostname()
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    for named, complaint in (("127.0.1.1", True), ("10.0.0.1", False)):
+        monkeypatch.setattr(socket, "gethostbyname", lambda _, named=named: named)
+        found = module.loopback_name(args, "10.0.0.1")
+        assert found.startswith(f"on {name} the name {name} resolves to {named}") == complaint
+        assert module.loopback_name(args, "127.0.0.1") == ""  # all on this host
+    monkeypatch.setattr(socket, "gethostbyname", lambda _: "127.0.1.1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    assert module.loopback_name(args, "10.0.0.1") == ""
+
+
+def test_after_a_restart_the_furthest_snapshot_counts(make, monkeypatch):
+    _, trainer = make("multinode.py", "--model", "mlp")
+    asked = []
+
+    def all_gather_object(objects, own):
+        assert own == (-1, 0)
+        objects[:] = [own, (1, 320), (1, 64)]
+
+    monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda box, src: asked.append(src))
+    trainer._load_snapshot()
+    assert asked == [1]
+
+
+def test_a_host_that_joins_later_learns_the_runs_name(parse, monkeypatch):
+    module, _ = parse("multinode.py")
+    Path("folder/attempt_0/0").mkdir(parents=True)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", os.path.abspath("folder/attempt_0/0/error.json"))
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+
+    def all_gather_object(objects, own):
+        objects[:] = [own, (True, "run 7")]
+
+    monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
+    assert module.agree_on_run() == "run 7" == Path("folder/run").read_text()
+
+
+def test_check_adds_up(make, capsys):
+    module, trainer = make("multinode.py", "--model", "mlp")
+    module.check(trainer)
+    text = capsys.readouterr().out
+    assert re.search(r"^All-reduce \| 2\.68 MB \| \S+ ms \| 0\.0000 GB/s$", text, re.M)
+    assert re.search(r"^Epoch \| 2 steps \| about \S+ s$", text, re.M)
+    trainer.world_size = 2  # so the sums of one process are wrong
+    with pytest.raises(SystemExit, match="error: 669706 of 1339412 sums of the all-reduce are"):
+        module.check(trainer)
