@@ -337,7 +337,7 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     args.model = args.model or DEFAULT_MODEL[args.dataset]
     args.device = devices[0] if args.device == "auto" else args.device
-    count = torch.accelerator.device_count()
+    count = 0 if args.device == "cpu" else torch.accelerator.device_count()
     if args.nproc_per_node is None:
         args.nproc_per_node = 2 if args.device == "cpu" else count
     if args.backend == "auto":

@@ -398,7 +398,7 @@ def parse_args() -> argparse.Namespace:
         parser.error("the environment has a RANK but no MASTER_ADDR and MASTER_PORT: use torchrun")
     args.model = args.model or DEFAULT_MODEL[args.dataset]
     args.device = devices[0] if args.device == "auto" else args.device
-    count = torch.accelerator.device_count()
+    count = 0 if args.device == "cpu" else torch.accelerator.device_count()
     if args.backend == "auto":
         args.backend = dist.get_default_backend_for_device(args.device)
     serves = dist.Backend.backend_capability.get(args.backend, [])

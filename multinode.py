@@ -603,7 +603,7 @@ def parse_args() -> argparse.Namespace:
     args.device = "cpu" if args.no_cuda else args.device
     args.model = args.model or DEFAULT_MODEL[args.dataset]
     args.device = devices[0] if args.device == "auto" else args.device
-    count = torch.accelerator.device_count()
+    count = 0 if args.device == "cpu" else torch.accelerator.device_count()
     find_ranks(parser, args)
     if args.backend == "auto":
         args.backend = dist.get_default_backend_for_device(args.device)

@@ -1,5 +1,6 @@
 """Running the real command lines: each in a session of its own, watched for what it leaves."""
 
+import importlib
 import os
 import re
 import signal
@@ -144,6 +145,45 @@ def run(start):
         return start(launch, *arguments, **env).finish(status)
 
     return run
+
+
+@pytest.fixture
+def parse(tmp_path, monkeypatch):
+    """parse(script, *arguments) -> the script as a module, and what it makes of the arguments.
+
+    In the tests' own process, as on a machine without accelerators.
+    """
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # as multinode.py does, for all that follows
+
+    def parse(script: str, *arguments: object) -> tuple:
+        module = importlib.import_module(script.removesuffix(".py"))
+        monkeypatch.setattr(module, "device_names", lambda: ["cpu"])
+        monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
+        return module, module.parse_args()
+
+    return parse
+
+
+@pytest.fixture
+def refuse(parse, capsys, tmp_path):
+    """refuse(script, *arguments) -> the error of arguments that it does not take."""
+
+    def refuse(script: str, *arguments: object) -> str:
+        with pytest.raises(SystemExit) as caught:
+            parse(script, *arguments)
+        assert caught.value.code == 2
+        return refusal(capsys.readouterr().err, script, tmp_path)
+
+    return refuse
+
+
+def refusal(text: str, script: str, folder: Path) -> str:
+    """The error that comes after the usage; no other line, and nothing written."""
+    usage, error = text.splitlines()
+    assert usage == f"usage: {script} [total_epochs] [save_every] [options]"
+    assert not [path for path in folder.iterdir() if not path.name.startswith("output-")]
+    return error.removeprefix(f"{script}: error: ")
 
 
 def epochs(text: str) -> list[dict[str, float]]:

@@ -1,6 +1,6 @@
 """Does the suite notice? Break the scripts in the ways that matter: a test must fail each time.
 
-    python tests/mutate.py                          all, about NN minutes on two cores
+    python tests/mutate.py                          all, about 14 minutes on two cores
     python tests/mutate.py multinode.py             what breaks this file
     python tests/mutate.py "no set_epoch" padded    mutants whose names contain these words
     python tests/mutate.py --list
@@ -72,7 +72,6 @@ HOSTS = "test_multinode.py::test_any_number_of_hosts_does_the_same_job[{}]"
 WAYS = "test_multinode.py::test_ways_of_launching[{}]"
 CTRL_C = "test_multinode.py::test_ctrl_c_on_one_host_stops_all"
 STOP = "test_resume.py::test_asked_to_stop_in_the_middle_of_an_epoch[launch{}]"
-EARLY_CTRL_C = "test_errors.py::test_ctrl_c_before_training[{}]"
 CHECK = "test_multinode.py::test_check_finds_the_speed_of_the_link_and_predicts_the_epoch"
 SETUP = "a_process_gets_its_device_its_threads_and_its_interface"
 SAVED, WHOLE = "what_is_saved_is_what_is_loaded", "a_snapshot_is_written_whole_or_not_at_all"
@@ -578,6 +577,14 @@ MUTANTS = [
         {SPAWN: STOP.format("6-SIGINT to the parent")},
     ),
     Mutant(
+        "parent deaf while it loads",
+        "its handlers come only with the processes",
+        "    catch_stop_signals(stop)  # shared memory: what one process hears, all hear\n"
+        "    train_set",
+        "    train_set",
+        {SPAWN: "test_parts.py::test_a_parent_told_to_stop_while_it_loads_starts_nobody"},
+    ),
+    Mutant(
         "parent deaf to signals",
         "SIGTERM to it alone leaves its children",
         "        catch_stop_signals(stop)  # shared memory",
@@ -585,11 +592,11 @@ MUTANTS = [
         parts(PARENT, NODES),
     ),
     Mutant(
-        "Ctrl-C while the parent loads",
+        "signals forgotten while the parent loads",
         "the job starts, only to stop",
         "    if stop.item():\n        sys.exit(128 + stop.item())\n",
         "",
-        {SPAWN: EARLY_CTRL_C.format("total_epochs")},
+        {SPAWN: "test_parts.py::test_a_parent_told_to_stop_while_it_loads_starts_nobody"},
     ),
     Mutant(
         "stopped is done",
@@ -617,7 +624,7 @@ MUTANTS = [
         "a screen of tracebacks",
         "signal.signal(signal.SIGINT, signal.SIG_IGN)",
         "pass",
-        {SPAWN: EARLY_CTRL_C.format(r"\\[rank 0"), **parts(PARENT, NODES)},
+        parts(PARENT, SPAWN, NODES),
     ),
     Mutant(
         "children left behind",

@@ -178,11 +178,10 @@ USAGE = [
 
 
 @pytest.mark.parametrize(("arguments", "env", "message"), USAGE)
-def test_usage(run, tmp_path, arguments, env, message):
-    usage, error = run("multinode.py", *arguments, status=2, **env).splitlines()
-    assert usage == "usage: multinode.py [total_epochs] [save_every] [options]"
-    assert error.startswith("multinode.py: error: ") and message in error
-    assert not [path for path in tmp_path.iterdir() if not path.name.startswith("output-")]
+def test_usage(refuse, monkeypatch, arguments, env, message):
+    env = {name: str(value) for name, value in env.items()}
+    monkeypatch.setattr(os, "environ", {**os.environ, **env})
+    assert message in refuse("multinode.py", *arguments)
 
 
 def cannot_join(job: Job, seconds: float, status: int = 1) -> str:

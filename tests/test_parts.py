@@ -3,7 +3,6 @@
 One process is the whole group here, on a CPU. A test about another rank pretends to be one.
 """
 
-import importlib
 import json
 import os
 import random
@@ -30,21 +29,6 @@ CPU = torch.device("cpu")
 every_script = pytest.mark.parametrize("script", SCRIPTS)
 every_ddp_script = pytest.mark.parametrize("script", SCRIPTS[2:])
 every_torchrun_script = pytest.mark.parametrize("script", SCRIPTS[3:])
-
-
-@pytest.fixture
-def parse(tmp_path, monkeypatch):
-    """parse(script, *arguments) -> the script as a module, and what it makes of the arguments."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # as multinode.py does, for all that follows
-
-    def parse(script: str, *arguments: object) -> tuple:
-        module = importlib.import_module(script.removesuffix(".py"))
-        monkeypatch.setattr(module, "device_names", lambda: ["cpu"])
-        monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
-        return module, module.parse_args()
-
-    return parse
 
 
 @pytest.fixture
@@ -320,6 +304,21 @@ def test_a_parent_passes_on_signals_and_a_status_and_kills_who_is_left(parse, mo
     assert events[start - 1] == (signal.SIGINT, signal.SIG_IGN)  # children inherit it
     assert [number for number, _ in events[start + 1 : -2]] == [signal.SIGINT, signal.SIGTERM]
     assert events[-2:] == ["kill", "kill"]
+
+
+def test_a_parent_told_to_stop_while_it_loads_starts_nobody(parse, monkeypatch):
+    module, args = parse("ddp_spawn.py")
+    handlers, data = {}, (make_digits(10, 0), make_digits(10, 1))
+
+    def load_dataset(*_):
+        handlers[signal.SIGTERM](signal.SIGTERM, None)
+        return data
+
+    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
+    monkeypatch.setattr(module, "load_dataset", load_dataset)
+    monkeypatch.setattr(mp, "spawn", lambda *_, **__: pytest.fail("processes are started"))
+    with pytest.raises(SystemExit, match="143"):
+        module.spawn(args, torch.zeros((), dtype=torch.int32))
 
 
 @every_ddp_script

@@ -98,3 +98,31 @@ def test_docstrings_name_options_that_exist(clone, script):
     for option in re.findall(r"(--[a-z][a-z_-]+)", text):
         assert option in known, option
     assert f"python {script}" in text
+
+
+def kept(text: str) -> list:
+    """What a translation leaves as it is. Words may change places, within a section or a cell."""
+    spans = [" ".join(span.split()) for span in re.findall(r"`[^`]+`", text)]
+    links = re.findall(r"(!?)\[[^]]*\]\(([^)]*)\)", text)
+    numbers = re.findall(r"\d+(?:[.,]\d+)*%?", re.sub(r"`[^`]+`|\]\([^)]*\)", "", text))
+    return [sorted(spans), sorted(links), sorted(numbers), text.count("<block>")]
+
+
+def test_the_chinese_readme_has_the_same_commands_and_tables():
+    chinese = (ROOT / "README.zh-CN.md").read_text()
+    blocks, sections = [], []
+    for text, link in ((README, "[中文](README.zh-CN.md)"), (chinese, "[English](README.md)")):
+        assert re.match(rf"# .*\n\n{re.escape(link)}\n\n", text)
+        fence = re.compile(r"^```.*?^```$", re.M | re.S)
+        blocks.append(fence.findall(text))
+        prose = fence.sub("<block>", text.replace(link, "", 1))
+        sections.append(re.split(r"^(?=#+ )", prose, flags=re.M))
+    assert blocks[0] == blocks[1]
+    levels = [[re.match("#*", section)[0] for section in side] for side in sections]
+    assert levels[0] == levels[1]
+    for pair in zip(*sections, strict=True):
+        assert kept(pair[0]) == kept(pair[1])
+        tables = [re.findall(r"(?:^\|.*\n)+", section, re.M) for section in pair]
+        cells = [[[line.split("|") for line in t.splitlines()] for t in side] for side in tables]
+        kept_cells = [[[list(map(kept, row)) for row in t] for t in side] for side in cells]
+        assert kept_cells[0] == kept_cells[1]

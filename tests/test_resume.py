@@ -222,16 +222,3 @@ def test_a_snapshot_holds_what_the_design_says(run, tmp_path, fashion):
     assert not torch.equal(first, second)  # each rank drops out other units
     assert snapshot["settings"]["model"] == "resnet18"
     assert snapshot["optimizer"]["state"] and snapshot["scaler"] == {}
-
-
-def test_the_command_line_overrules_the_snapshots_learning_rate(run, tmp_path, fashion):
-    options = (*fashion(100, 10), "--no-progress")
-    run("single_gpu.py", 1, *options)
-    run("single_gpu.py", 2, *options, "--resume", "--lr", 0.5)
-    assert load(tmp_path / "checkpoint.pt")["optimizer"]["param_groups"][0]["lr"] == 0.5
-
-
-def test_saved_every_nth_epoch_and_after_the_last(run, fashion):
-    text = run("single_gpu.py", 5, 2, *fashion(50, 10))
-    saved = re.findall(r"^Epoch (\d+) \| Training checkpoint saved at checkpoint.pt$", text, re.M)
-    assert saved == ["1", "3", "4"]
