@@ -89,6 +89,10 @@ def test_the_numbers_of_batches_and_steps():
 def test_the_files_that_it_names_are_there():
     for name in re.findall(r"`(tests/\w+\.py|\w+\.py|common/)`", README):
         assert (ROOT / name).exists(), name
+    tests = re.findall(r"`(tests/\w+\.py)::(\w+)`", README)
+    assert len(tests) > 10
+    for file, test in tests:
+        assert f"\ndef {test}(" in (ROOT / file).read_text(), test
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
