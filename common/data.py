@@ -38,9 +38,9 @@ class ImageDataset(Dataset):
         self.images = images
         self.targets = targets
         # Normalisation as one multiplication and one addition: pixel * scale + offset.
-        std_ = torch.tensor(std, dtype=torch.float64).view(-1, 1, 1)
-        self.scale = 1 / (255 * std_)
-        self.offset = -torch.tensor(mean, dtype=torch.float64).view(-1, 1, 1) / std_
+        mean_, std_ = (torch.tensor(x, dtype=torch.float64).view(-1, 1, 1) for x in (mean, std))
+        self.scale = (1 / (255 * std_)).to(torch.get_default_dtype())
+        self.offset = (-mean_ / std_).to(torch.get_default_dtype())
 
     def __len__(self) -> int:
         return len(self.images)
@@ -53,9 +53,8 @@ class ImageDataset(Dataset):
     def __getitems__(self, indices: torch.Tensor | list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """A whole batch, (B, C, H, W) and (B,): the DataLoader calls this where it is defined."""
         indices = torch.as_tensor(indices, dtype=torch.int64)
-        dtype = torch.get_default_dtype()
-        images = self.images.index_select(0, indices).to(dtype)  # a quarter of [indices]'s time
-        images.mul_(self.scale.to(dtype)).add_(self.offset.to(dtype))
+        images = self.images.index_select(0, indices)  # a quarter of [indices]'s time
+        images = images.to(self.scale.dtype).mul_(self.scale).add_(self.offset)
         return images, self.targets.index_select(0, indices)
 
     def share_memory_(self) -> "ImageDataset":

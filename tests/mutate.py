@@ -753,8 +753,8 @@ MUTANTS = [
     Mutant(
         "normalisation missing",
         "pixels from 0 to 1",
-        "images.mul_(self.scale.to(dtype)).add_(self.offset.to(dtype))",
-        "images.div_(255)",
+        ".mul_(self.scale).add_(self.offset)",
+        ".div_(255)",
         common(DATA, "batches_are_normalised_as_torchvision_does"),
     ),
     Mutant(
