@@ -18,6 +18,8 @@ from conftest import ROOT, SCRIPTS, TORCHRUN, epochs, load
 from common.model import build_model
 from common.seed import set_seed
 
+THREADS = torch.get_num_threads()  # other tests change it, in this process
+
 
 @pytest.mark.parametrize("script", SCRIPTS[:3])  # for the others see their own tests
 def test_loss_falls_accuracy_rises_and_weights_move(run, tmp_path, script):
@@ -48,7 +50,7 @@ def test_printed_lines(run, fashion, script):
         if script not in SCRIPTS[:2]:
             start = f"[rank {rank} of {world_size}] host "
             (line,) = [line for line in lines if line.startswith(start)]
-            threads = max(1, torch.get_num_threads() // world_size)
+            threads = max(1, THREADS // world_size)
             assert line.endswith(f" | device cpu | backend gloo | threads {threads}")
     assert "Epoch 1 | Training checkpoint saved at checkpoint.pt" in lines
     others = 0 if script == "single_gpu.py" else world_size  # one a rank, or about DataParallel
