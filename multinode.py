@@ -49,7 +49,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 from tqdm import tqdm
 
-from common.data import DATASETS, DataError, ShardedBatchSampler, collate, load_dataset
+from common.data import DATASETS, DataError, ShardedBatchSampler, collate, load_dataset, preload
 from common.model import DEFAULT_MODEL, MODELS, build_model
 from common.seed import get_rng_state, set_rng_state, set_seed
 
@@ -454,13 +454,14 @@ def ddp_setup(args: argparse.Namespace) -> torch.device:
 
 def load_train_objs(args: argparse.Namespace) -> tuple:
     if args.local_rank > 0:
+        preload(args.dataset)  # slow imports: there is time
         dist.barrier()  # while the first process of this host downloads: within --timeout
     train_set, test_set = load_dataset(args.dataset, args.data_dir)  # load your dataset
     if args.local_rank == 0:
         dist.barrier()
     set_seed(args.seed, deterministic=args.deterministic)  # the same weights on every rank
     model = build_model(args.model, train_set[0][0].shape)  # load your model
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum, fused=True)
     return train_set, test_set, model, optimizer
 
 

@@ -4,6 +4,7 @@
 the others come through torchvision. `ShardedBatchSampler` deals an epoch's samples to the ranks.
 """
 
+import contextlib
 import importlib
 from collections.abc import Iterator
 from types import ModuleType
@@ -117,6 +118,16 @@ class ShardedBatchSampler(DistributedSampler):
 
     def __len__(self) -> int:
         return len(range(self.start, len(self.dataset), self.global_batch))
+
+
+def preload(name: str) -> None:
+    """Import what `load_dataset(name, ...)` will need: a second's work, while another one loads.
+
+    Raises nothing: what is amiss is for `load_dataset` to say.
+    """
+    if name != "digits":
+        with contextlib.suppress(DataError):
+            import_torchvision()
 
 
 def load_dataset(name: str, data_dir: str) -> tuple[ImageDataset, ImageDataset]:

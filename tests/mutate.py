@@ -151,8 +151,8 @@ MUTANTS = [
     Mutant(
         "all processes prepare the data",
         "a download by all at once, into one folder",
-        "if args.local_rank > 0:\n        dist.barrier()",
-        "if False:\n        dist.barrier()",
+        "if args.local_rank > 0:\n        preload(",
+        "if False:\n        preload(",
         parts("the_first_process_of_a_host_prepares_the_data", ELASTIC, NODES),
     ),
     # --- a step -----------------------------------------------------------------------------------

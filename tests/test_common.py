@@ -45,6 +45,25 @@ def test_models_are_those_of_the_tutorials():
     assert DEFAULT_MODEL.keys() == {"digits", "mnist", "fashion-mnist", "cifar10"}
 
 
+def test_preload_imports_what_the_data_set_needs_and_raises_nothing(tmp_path):
+    code = (
+        "import sys; from common.data import preload\n"
+        "preload(sys.argv[1]); print('torchvision' in sys.modules)"
+    )
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "torchvision.py").write_text("raise ImportError('built for another torch')")
+    for name, first, expected in (
+        ("digits", ROOT, "False"),
+        ("mnist", ROOT, "True"),
+        ("mnist", broken, "False"),
+    ):
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (first, ROOT)))}
+        argv = [sys.executable, "-c", code, name]
+        done = subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True, text=True)
+        assert (done.stdout.strip(), done.stderr) == (expected, ""), (name, first)
+
+
 def test_digits_are_uint8_balanced_and_normalised(digits):
     for dataset, count in zip(digits, (12_000, 2_000), strict=True):
         assert dataset.images.shape == (count, 1, 28, 28) and dataset.images.dtype == torch.uint8
