@@ -65,6 +65,7 @@ class Contestant:
     one_thread: bool = False  # OMP_NUM_THREADS=1
     processes: int | None = None  # not as many as the case has
     needs: str | None = None  # a package
+    edit: tuple[str, str] | None = None  # in a copy of the program: this text, and what for it
 
 
 CONTESTANTS = {
@@ -82,6 +83,33 @@ CONTESTANTS = {
     ),
     "ddp_torchrun.py --amp bf16": Contestant("torchrun", "ddp_torchrun.py", ("--amp", "bf16")),
     "ddp_torchrun.py --compile": Contestant("torchrun", "ddp_torchrun.py", ("--compile",)),
+    # One choice undone at a time: what did it buy?
+    "SGD not fused": Contestant("spawn", "ddp_spawn.py", edit=(", fused=True)", ")")),
+    "DDP's own buckets": Contestant(
+        "spawn", "ddp_spawn.py", edit=("(None, 100) if", "(None, None) if")
+    ),
+    "gradients copied to the buckets": Contestant(
+        "spawn", "ddp_spawn.py", edit=(", gradient_as_bucket_view=True", "")
+    ),
+    "agreeing on a stop at every step": Contestant(
+        "spawn", "ddp_spawn.py", edit=("if step % 10 > 0 and", "if step % 1 > 0 and")
+    ),
+    "samples fetched one at a time": Contestant(
+        "spawn",
+        "ddp_spawn.py",
+        edit=(
+            "    return DataLoader(\n        dataset,",
+            "    return DataLoader(\n        torch.utils.data.ConcatDataset([dataset]),",
+        ),
+    ),
+    "all threads in each process": Contestant(
+        "spawn",
+        "ddp_spawn.py",
+        edit=("torch.set_num_threads(max(1, torch.get_num_threads() // world_size))", "pass"),
+    ),
+    "ddp_torchrun.py, importing after the wait": Contestant(
+        "torchrun", "ddp_torchrun.py", edit=("        preload(args.dataset)", "        ")
+    ),
     "tutorial": Contestant("spawn", "benchmarks/tutorial.py"),
     "tutorial, 1 thread": Contestant("spawn", "benchmarks/tutorial.py", one_thread=True),
     "Fabric": Contestant("spawn", "benchmarks/with_fabric.py", needs="lightning_fabric"),
@@ -100,6 +128,9 @@ class Case:
     contestants: tuple[str, ...]  # the first is the one that the table holds the others against
     samples: int = LOCAL  # of an epoch
     rounds: int = 2
+    close: tuple[str, ...] = ()  # who is so close to the first that they run in more rounds
+    more_rounds: int = 0
+    name: str = ""
     hosts: int = 0  # one process each, one thread each
     link: str = ""  # what each host may send; else as it is
     device: str = "cpu"
@@ -108,13 +139,14 @@ class Case:
     def key(self) -> str:
         where = f"{self.hosts}hosts" if self.hosts else str(self.processes)
         where = "gpu" if self.device != "cpu" else where
-        accumulate = "accumulate" if "--accumulate" in self.contestants[0] else ""
-        return "-".join(filter(None, (self.model, str(self.batch), where, accumulate, self.link)))
+        return "-".join(filter(None, (self.model, str(self.batch), where, self.name, self.link)))
 
     @property
     def title(self) -> str:
         size = f"{self.model}, {self.dataset}-shaped data, batches of {self.batch}"
-        size += ", 8 of them a step" if "--accumulate" in self.contestants[0] else ""
+        size += {"accumulate": ", 8 of them a step", "choices": ", one choice undone"}.get(
+            self.name, ""
+        )
         if self.device != "cpu":
             return f"{size}, one {self.device.upper()} device"
         if not self.hosts:
@@ -124,6 +156,11 @@ class Case:
 
 PEERS = ("tutorial", "tutorial, 1 thread", "Fabric", "Accelerate")
 FLOORS = ("compute alone", "compute + all-reduce")
+CHOICES = (
+    "ddp_spawn.py",
+    *(name for name, contestant in CONTESTANTS.items() if contestant.edit),
+    "ddp_torchrun.py",
+)
 
 
 def all_cases(gpu: str | None) -> list[Case]:
@@ -132,13 +169,16 @@ def all_cases(gpu: str | None) -> list[Case]:
     for batch in (32, 256):
         one = ("single_gpu.py", "data_parallel.py", *PEERS, "compute alone")
         two = ("ddp_spawn.py", "ddp_torchrun.py", "multinode.py", *PEERS, *FLOORS)
-        cases.append(Case(*mlp, batch, 1, one, rounds=3))
-        cases.append(Case(*mlp, batch, 2, two, rounds=3))
+        close = ("single_gpu.py", "compute alone")
+        cases.append(Case(*mlp, batch, 1, one, rounds=3, close=close, more_rounds=8))
+        close = ("ddp_spawn.py", "ddp_torchrun.py", "compute + all-reduce")
+        cases.append(Case(*mlp, batch, 2, two, rounds=3, close=close, more_rounds=8))
         # More processes than a laptop has cores: to show what that does.
         few = ("ddp_torchrun.py", "tutorial, 1 thread", "compute + all-reduce")
         cases.append(Case(*mlp, batch, 4, few))
-    accumulate = ("ddp_torchrun.py --accumulate 8", "the same, 1 process, 1 thread")
-    cases.append(Case(*mlp, 32, 2, accumulate, rounds=3))
+        frugal = ("ddp_torchrun.py --accumulate 8", "the same, 1 process, 1 thread")
+        cases.append(Case(*mlp, batch, 2, frugal, rounds=5, name="accumulate"))
+        cases.append(Case(*mlp, batch, 2, CHOICES, rounds=5, name="choices"))
     for batch in (32, 256):
         one = ("single_gpu.py", "tutorial", "Fabric", "Accelerate", "compute alone")
         two = ("ddp_torchrun.py", *PEERS, "compute + all-reduce")
@@ -297,11 +337,23 @@ def environment(contestant: Contestant, case: Case) -> dict[str, str]:
     return env
 
 
+def program_of(contestant: Contestant, folder: Path) -> Path:
+    path = ROOT / contestant.program
+    if not contestant.edit:
+        return path
+    code, (old, new) = path.read_text(), contestant.edit
+    if code.count(old) != 1:
+        raise ValueError(f"{contestant.program} has {code.count(old)} places with {old!r}")
+    copy = folder / contestant.program
+    copy.write_text(code.replace(old, new))
+    return copy
+
+
 def commands(
     contestant: Contestant, case: Case, data: Path, hosts: "Hosts | None"
 ) -> list[list[str]]:
     count = contestant.processes or case.processes
-    program = str(ROOT / contestant.program)
+    program = str(program_of(contestant, data.parent))
     tail = ["1000", "--batch-size", str(case.batch), "--dataset", case.dataset, "--model"]
     tail += [case.model, "--data-dir", str(data), "--device", case.device, *contestant.options]
     if contestant.program.startswith("benchmarks/"):
@@ -337,9 +389,10 @@ def say(line: str) -> None:
 
 def run_case(case: Case, data: Path, hosts: "Hosts | None", seconds: float) -> list[dict]:
     records = []
-    for number in range(case.rounds):
+    for number in range(case.rounds + case.more_rounds):
+        names = case.contestants if number < case.rounds else case.close
         # There and back: who runs right after whom should not matter.
-        for name in case.contestants[:: 1 if number % 2 == 0 else -1]:
+        for name in names[:: 1 if number % 2 == 0 else -1]:
             contestant = CONTESTANTS[name]
             if contestant.needs and not importlib.util.find_spec(contestant.needs):
                 say(f"  {name}: left out, {contestant.needs} is not installed")
@@ -420,12 +473,14 @@ def main() -> None:
     found = torch.accelerator.current_accelerator(check_available=True)
     cases = all_cases(found.type if found else None)
     if args.quick:
-        cases = [replace(case, samples=1024, rounds=1) for case in cases if case.key == "mlp-32-2"]
+        few = ("ddp_spawn.py", "SGD not fused", "tutorial, 1 thread", "compute + all-reduce")
+        small = {"samples": 1024, "rounds": 1, "more_rounds": 0}
+        cases = [replace(c, contestants=few, **small) for c in cases if c.key == "mlp-32-2"]
         args.seconds = min(args.seconds, 0.2)
     if args.cases:
         cases = [c for c in cases if any(fnmatch.fnmatch(c.key, glob) for glob in args.cases)]
     if args.rounds:
-        cases = [replace(case, rounds=args.rounds) for case in cases]
+        cases = [replace(case, rounds=args.rounds, more_rounds=0) for case in cases]
     if args.list or not cases:
         print("\n".join(case.key for case in cases) or "no such case: see --list")
         sys.exit(0 if cases else 2)
