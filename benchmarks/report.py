@@ -60,11 +60,15 @@ def first_step(record: dict) -> float:
     return record["first_step"]
 
 
-def ratio(result: dict, case: str, ours: str, theirs: str, value: Callable = rate) -> float | None:
-    """The median of the rounds' ratios: what slows the machine down slows both."""
+def ratios(result: dict, case: str, ours: str, theirs: str, value: Callable = rate) -> list[float]:
+    """Of each round: what slows the machine down slows both."""
     a, b = runs(result, case, ours), runs(result, case, theirs)
-    ratios = [value(a[number]) / value(b[number]) for number in a.keys() & b.keys()]
-    return statistics.median(ratios) if ratios else None
+    return [value(a[number]) / value(b[number]) for number in sorted(a.keys() & b.keys())]
+
+
+def ratio(result: dict, case: str, ours: str, theirs: str, value: Callable = rate) -> float | None:
+    found = ratios(result, case, ours, theirs, value)
+    return statistics.median(found) if found else None
 
 
 def limit(result: dict, case: str, theirs: str) -> float | None:
@@ -123,8 +127,12 @@ def choices(result: dict) -> str:
         cells = []
         for case in cases:
             for value in (rate, first_step):
-                found = ratio(result, case, name, base, value)
-                cells.append("failed" if found is None else f"{found:.2f}")
+                found = ratios(result, case, name, base, value)
+                cells.append(
+                    f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
+                    if found
+                    else "failed"
+                )
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -250,7 +258,8 @@ below the target, the target is out of reach on this machine.
 ## What the choices bought
 
 Each row undoes one choice of the script, in a copy: ratios to the script as it is, of samples a
-second (below 1: the choice pays) and of the seconds to the first step (above 1: it pays).
+second (below 1: the choice pays) and of the seconds to the first step (above 1: it pays); in
+brackets the lowest and the highest round. A median near 1 with rounds on both sides says nothing.
 
 {choices(result)}
 

@@ -1,0 +1,108 @@
+"""benchmarks/: the harness runs, its edits fit the scripts, the page is that of its figures."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+sys.path.append(str(ROOT / "benchmarks"))
+import report
+import run as harness
+
+STALE = "run `python benchmarks/report.py`"
+
+
+def test_a_quick_run_measures_all_and_writes_the_page(tmp_path):
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "run.py"),
+        "--quick",
+        "--out",
+        str(tmp_path),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "results.json").read_text())
+    records = {record["contestant"]: record for record in result["records"]}
+    assert {"ddp_spawn.py", "SGD not fused", "tutorial, 1 thread"} < records.keys()
+    for name, record in records.items():
+        assert "error" not in record, record
+        assert len(record["rates"]) > 1 and min(record["rates"]) > 0, name
+        assert 0 < record["first_step"] < 120 and record["memory"] > 100, name
+    # The floor does our scripts' steps: the same weights after an epoch, the same accuracy.
+    ours, floor = records["ddp_spawn.py"], records["compute + all-reduce"]
+    assert ours["accuracies"][0] > 15
+    assert abs(ours["accuracies"][0] - floor["accuracies"][0]) < 0.5
+    assert abs(ours["accuracies"][1] - records["SGD not fused"]["accuracies"][1]) < 0.5
+    assert all(split[part] > 0 for split in result["splits"] for part in ("data", "backward"))
+    page = (tmp_path / "RESULTS.md").read_text()
+    assert "| mlp-32-2 | ddp_spawn.py | compute + all-reduce | 0.95 |" in page
+    assert (tmp_path / "throughput.svg").read_text().rstrip().endswith("</svg>")
+
+
+def test_a_contestant_that_fails_fails_the_run(tmp_path, monkeypatch):
+    case = harness.Case("mlp", "fashion-mnist", 32, 2, ("ddp_spawn.py",), 64, rounds=1)
+    data = harness.make_data(tmp_path, case.dataset, case.samples)
+    (data / "FashionMNIST" / "raw" / "train-labels-idx1-ubyte").write_bytes(b"")
+    (record,) = harness.run_case(case, data, None, 0.1)
+    assert "error: FashionMNIST in" in record["output"]
+    result = {"records": [record], "cases": {case.key: {}}}
+    assert "| ddp_spawn.py | failed |" in "\n".join(report.table(result, case.key))
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, contestant in harness.CONTESTANTS.items() if contestant.edit]
+)
+def test_an_undone_choice_is_one_place_in_its_script(name, tmp_path):
+    contestant = harness.CONTESTANTS[name]
+    copy = harness.program_of(contestant, tmp_path)
+    code = copy.read_text()
+    compile(code, copy.name, "exec")
+    assert copy.parent == tmp_path and code != (ROOT / contestant.program).read_text()
+    assert name in harness.CHOICES
+
+
+def test_cases_have_names_of_their_own_and_the_targets_are_among_them():
+    cases = {case.key: case for case in harness.all_cases("cuda")}
+    assert len(cases) == len(harness.all_cases("cuda")) > len(harness.all_cases(None)) > 20
+    assert all(name in harness.CONTESTANTS for case in cases.values() for name in case.contestants)
+    for key, ours, theirs, *_ in (*report.TARGETS, *report.TIMES):
+        assert {ours, theirs} <= set(cases[key].contestants), key
+        assert set(cases[key].close) <= set(cases[key].contestants)
+
+
+def record(contestant: str, number: int, rate: float, case: str = "mlp-32-2") -> dict:
+    rates = [1.0, rate, rate]  # the first is warm-up
+    return {"case": case, "contestant": contestant, "round": number, "rates": rates}
+
+
+def test_ratios_are_taken_within_a_round_and_their_median_counts():
+    ours, floor = "ddp_spawn.py", "compute + all-reduce"
+    records = [record(ours, 0, 96), record(floor, 0, 100)]
+    records += [record(ours, 1, 48), record(floor, 1, 50)]  # a slow minute
+    records += [record(ours, 2, 10), record(floor, 2, 100)]
+    records += [{**record(floor, 3, 1), "error": "killed"}, record(ours, 3, 96)]
+    result = {"records": records, "cases": {}}
+    assert report.ratio(result, "mlp-32-2", ours, floor) == 0.96
+    assert f"| mlp-32-2 | {ours} | {floor} | 0.95 | 0.96 | yes |" in report.targets(result)
+
+
+def test_the_floors_own_reach():
+    records = [record("compute + all-reduce", 0, 60), record("tutorial", 0, 20)]
+    records += [record("compute alone", 0, 100)]
+    result = {"records": records, "cases": {}}
+    assert report.limit(result, "mlp-32-2", "tutorial") == 3
+    assert report.limit(result, "mlp-32-2", "compute + all-reduce") is None
+    # A step of 6 parts computation and 4 all-reduce; with eight times the former, 48 and 4.
+    reach = report.limit(result, "mlp-32-2-accumulate", "the same, 1 process, 1 thread")
+    assert reach == pytest.approx(2 * 48 / 52)
+
+
+def test_the_committed_page_is_that_of_the_committed_figures():
+    folder = ROOT / "benchmarks"
+    result = json.loads((folder / "results.json").read_text())
+    assert (folder / "RESULTS.md").read_text() == report.page(result), STALE
+    assert not [record for record in result["records"] if "error" in record]
+    assert set(result["cases"]) >= {case.key for case in harness.all_cases(None)}
