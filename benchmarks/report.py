@@ -74,16 +74,16 @@ def ratio(result: dict, case: str, ours: str, theirs: str, value: Callable = rat
 def limit(result: dict, case: str, theirs: str) -> float | None:
     """What the floor itself reaches against `theirs`: little more can be had."""
     if case.endswith("-accumulate"):
-        # A step is eight times the computation and one all-reduce; one process needs only the
-        # former, and so would at best be passed by this factor.
-        case = case.removesuffix("-accumulate")
-        alone, together = (runs(result, case, name) for name in FLOORS)
-        both = alone.keys() & together.keys()
-        if not both:
+        # A sample's computation, and an eighth of its share of an all-reduce.
+        plain = case.removesuffix("-accumulate")
+        found = [
+            runs(result, *which).values()
+            for which in ((plain, FLOORS[0]), (plain, FLOORS[1]), (case, theirs))
+        ]
+        if not all(found):
             return None
-        shares = [rate(together[n]) / rate(alone[n]) for n in both]  # of a step that is computation
-        share = statistics.median(shares)
-        return 2 * 8 * share / (8 * share + 1 - share)
+        alone, together, one = (statistics.median(map(rate, records)) for records in found)
+        return 1 / (1 / alone + (1 / together - 1 / alone) / 8) / one
     if theirs in FLOORS:
         return None
     return ratio(result, case, FLOORS[1], theirs)
@@ -249,9 +249,9 @@ Written by `{COMMAND}` in {result["minutes"]:.0f} minutes.
 ## Targets
 
 Ratios of samples a second, and of seconds in the last rows: the median of the rounds' ratios.
-`the floor reaches` is the same ratio of compute + all-reduce, and for --accumulate what is left of
-2 when only the all-reduce of one step in eight is added to the floor's computation: where that is
-below the target, the target is out of reach on this machine.
+`the floor reaches` is the same ratio of compute + all-reduce, and for --accumulate that of the
+floor's computation and an eighth of its all-reduces: where that is below the target, or hardly
+above it, this machine does not give more.
 
 {targets(result)}
 

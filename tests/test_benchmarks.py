@@ -95,9 +95,13 @@ def test_the_floors_own_reach():
     result = {"records": records, "cases": {}}
     assert report.limit(result, "mlp-32-2", "tutorial") == 3
     assert report.limit(result, "mlp-32-2", "compute + all-reduce") is None
-    # A step of 6 parts computation and 4 all-reduce; with eight times the former, 48 and 4.
-    reach = report.limit(result, "mlp-32-2-accumulate", "the same, 1 process, 1 thread")
-    assert reach == pytest.approx(2 * 48 / 52)
+    # Per 300 samples: 3 s of computation and 2 s of all-reduces; with an eighth of these, 3.25 s.
+    one = "the same, 1 process, 1 thread"
+    records.append(record(one, 0, 60, "mlp-32-2-accumulate"))
+    reach = report.limit(result, "mlp-32-2-accumulate", one)
+    assert reach == pytest.approx(300 / 3.25 / 60)
+    records.pop(0)
+    assert report.limit(result, "mlp-32-2-accumulate", one) is None
 
 
 def test_the_committed_page_is_that_of_the_committed_figures():
