@@ -72,7 +72,7 @@ def ratio(result: dict, case: str, ours: str, theirs: str, value: Callable = rat
 
 
 def limit(result: dict, case: str, theirs: str) -> float | None:
-    """What the floor itself reaches against `theirs`: little more can be had."""
+    """What the floor itself reaches against `theirs`."""
     if case.endswith("-accumulate"):
         # A sample's computation, and an eighth of its share of an all-reduce.
         plain = case.removesuffix("-accumulate")
@@ -250,8 +250,8 @@ Written by `{COMMAND}` in {result["minutes"]:.0f} minutes.
 
 Ratios of samples a second, and of seconds in the last rows: the median of the rounds' ratios.
 `the floor reaches` is the same ratio of compute + all-reduce, and for --accumulate that of the
-floor's computation and an eighth of its all-reduces: where that is below the target, or hardly
-above it, this machine does not give more.
+floor's computation and an eighth of its all-reduces: where that is below the target, even the
+floor misses it.
 
 {targets(result)}
 
@@ -270,8 +270,8 @@ first epoch that does not count; a round's rate is the median of its epochs. `tu
 tutorials' loop as published (`tutorial.py`); `tutorial, 1 thread` is the same with
 `OMP_NUM_THREADS=1`; `compute alone` is forward, backward and update on batches that lie ready, each
 process for itself; `compute + all-reduce` adds one flat all-reduce of the gradient a step. All
-have the same model, data, batches and optimizer, SGD with momentum; `fused=True` is a choice of our
-scripts, and does not change the weights by a bit here. The scripts closest to the floor, and the
+have the same model, data, batches and optimizer, SGD with momentum; only our scripts ask for
+`fused=True`, which computes the same but for rounding. The scripts closest to the floor, and the
 floor, run in more rounds than the others. The first step's time counts from the command. Memory is
 that of the process that took the most, shared pages included. Hosts have one process and one thread
 each.
