@@ -267,7 +267,7 @@ def ddp_setup(rank: int, world_size: int, store: str, args: argparse.Namespace) 
 def load_train_objs(args: argparse.Namespace, image_shape: tuple) -> tuple:
     set_seed(args.seed, deterministic=args.deterministic)  # the same weights on every rank
     model = build_model(args.model, image_shape)  # load your model
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum, fused=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
     return model, optimizer
 
 

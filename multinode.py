@@ -461,7 +461,7 @@ def load_train_objs(args: argparse.Namespace) -> tuple:
         dist.barrier()
     set_seed(args.seed, deterministic=args.deterministic)  # the same weights on every rank
     model = build_model(args.model, train_set[0][0].shape)  # load your model
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum, fused=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
     return train_set, test_set, model, optimizer
 
 

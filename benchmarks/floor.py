@@ -5,7 +5,8 @@
     torchrun --nproc_per_node=2 floor.py EPOCHS --data-dir DIR --all-reduce   one model for all
 
 With --all-reduce the gradients are copied to one flat tensor after the backward pass, and averaged
-by one call. It cannot resume, evaluate over all processes, or stop at a signal.
+by one call; with --accumulate 8, after every eighth. It cannot resume, evaluate over all processes,
+or stop at a signal.
 """
 
 import os
@@ -44,7 +45,8 @@ def main() -> None:
     images, labels = (part.to(args.device) for part in test_set.__getitems__(range(len(test_set))))
     parameters = list(model.parameters())
     flat = torch.empty(sum(p.numel() for p in parameters), device=args.device)
-    share = 1 / world_size if args.all_reduce else 1  # the sum over the processes is the average
+    share = 1 / args.accumulate  # so that sums are averages
+    share /= world_size if args.all_reduce else 1
 
     for epoch in range(args.total_epochs):
         model.train()
@@ -52,12 +54,14 @@ def main() -> None:
             dist.barrier()  # the others may still be starting
         peer.print_start(args, rank, epoch, len(batches))
         start = time.perf_counter()
-        for source, targets in batches:
-            optimizer.zero_grad()
+        for step, (source, targets) in enumerate(batches, start=1):
             (share * F.cross_entropy(model(source), targets)).backward()
+            if step % args.accumulate:
+                continue
             if args.all_reduce:
                 all_reduce(parameters, flat)
             optimizer.step()
+            optimizer.zero_grad()
         if args.device != "cpu":
             torch.accelerator.synchronize()
         rate = len(train_set) / (time.perf_counter() - start)

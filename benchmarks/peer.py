@@ -27,6 +27,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--nproc-per-node", type=int, default=1)
     parser.add_argument("--all-reduce", action="store_true", help="floor.py: average the gradients")
+    parser.add_argument("--accumulate", type=int, default=1, help="floor.py: batches a step")
     args = parser.parse_args()
     if args.device == "auto":
         found = torch.accelerator.current_accelerator(check_available=True)

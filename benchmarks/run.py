@@ -7,9 +7,9 @@
     python benchmarks/run.py --quick --out DIR   does it all run? The numbers mean nothing
 
 In each round every contestant of a case runs once, through its own command line, one after the
-other: minutes in which the machine is slow hit all of them. A contestant trains until its time is
-up and is then killed; the first epoch is warm-up, and the median of the others is the round's rate.
-Ratios are taken within a round. Keep the machine quiet meanwhile.
+other, in an order drawn anew: minutes in which the machine is slow hit all of them. A contestant
+trains until its time is up and is then killed; the first epoch is warm-up, and the median of the
+others is the round's rate. Ratios are taken within a round. Keep the machine quiet meanwhile.
 """
 
 import argparse
@@ -23,6 +23,7 @@ import json
 import os
 import pickle
 import platform
+import random
 import re
 import signal
 import socket
@@ -83,8 +84,12 @@ CONTESTANTS = {
     ),
     "ddp_torchrun.py --amp bf16": Contestant("torchrun", "ddp_torchrun.py", ("--amp", "bf16")),
     "ddp_torchrun.py --compile": Contestant("torchrun", "ddp_torchrun.py", ("--compile",)),
-    # One choice undone at a time: what did it buy?
-    "SGD not fused": Contestant("spawn", "ddp_spawn.py", edit=(", fused=True)", ")")),
+    # One choice changed at a time: what does it buy?
+    "SGD fused": Contestant(
+        "spawn",
+        "ddp_spawn.py",
+        edit=("momentum=args.momentum)", "momentum=args.momentum, fused=True)"),
+    ),
     "DDP's own buckets": Contestant(
         "spawn", "ddp_spawn.py", edit=("(None, 100) if", "(None, None) if")
     ),
@@ -116,6 +121,9 @@ CONTESTANTS = {
     "Accelerate": Contestant("torchrun", "benchmarks/with_accelerate.py", needs="accelerate"),
     "compute alone": Contestant("torchrun", "benchmarks/floor.py"),
     "compute + all-reduce": Contestant("torchrun", "benchmarks/floor.py", ("--all-reduce",)),
+    "compute + all-reduce --accumulate 8": Contestant(
+        "torchrun", "benchmarks/floor.py", ("--all-reduce", "--accumulate", "8")
+    ),
 }
 
 
@@ -130,7 +138,7 @@ class Case:
     rounds: int = 2
     close: tuple[str, ...] = ()  # who is so close to the first that they run in more rounds
     more_rounds: int = 0
-    name: str = ""
+    name: str = ""  # of a special one; "start": to the first step
     hosts: int = 0  # one process each, one thread each
     link: str = ""  # what each host may send; else as it is
     device: str = "cpu"
@@ -144,9 +152,12 @@ class Case:
     @property
     def title(self) -> str:
         size = f"{self.model}, {self.dataset}-shaped data, batches of {self.batch}"
-        size += {"accumulate": ", 8 of them a step", "choices": ", one choice undone"}.get(
-            self.name, ""
-        )
+        special = {
+            "accumulate": ", 8 of them a step",
+            "choices": ", one choice changed",
+            "start": ", to the first step",
+        }
+        size += special.get(self.name, "")
         if self.device != "cpu":
             return f"{size}, one {self.device.upper()} device"
         if not self.hosts:
@@ -172,13 +183,18 @@ def all_cases(gpu: str | None) -> list[Case]:
         close = ("single_gpu.py", "compute alone")
         cases.append(Case(*mlp, batch, 1, one, rounds=3, close=close, more_rounds=8))
         close = ("ddp_spawn.py", "ddp_torchrun.py", "compute + all-reduce")
+        close += ("tutorial",) if batch == 256 else ()
         cases.append(Case(*mlp, batch, 2, two, rounds=3, close=close, more_rounds=8))
         # More processes than a laptop has cores: to show what that does.
         few = ("ddp_torchrun.py", "tutorial, 1 thread", "compute + all-reduce")
         cases.append(Case(*mlp, batch, 4, few))
         frugal = ("ddp_torchrun.py --accumulate 8", "the same, 1 process, 1 thread")
-        cases.append(Case(*mlp, batch, 2, frugal, rounds=5, name="accumulate"))
+        frugal += ("compute + all-reduce --accumulate 8",)
+        cases.append(Case(*mlp, batch, 2, frugal, rounds=9, name="accumulate"))
         cases.append(Case(*mlp, batch, 2, CHOICES, rounds=5, name="choices"))
+    cases.append(Case(*mlp, 32, 1, ("single_gpu.py", "tutorial"), rounds=9, name="start"))
+    names = ("ddp_spawn.py", "ddp_torchrun.py", "multinode.py", "tutorial")
+    cases.append(Case(*mlp, 32, 2, names, rounds=9, name="start"))
     for batch in (32, 256):
         one = ("single_gpu.py", "tutorial", "Fabric", "Accelerate", "compute alone")
         two = ("ddp_torchrun.py", *PEERS, "compute + all-reduce")
@@ -266,8 +282,8 @@ def peak_memory(pids: list[int]) -> float:
     return max(map(int, peaks)) / 1000
 
 
-def measure(commands: list[list[str]], env: dict[str, str], seconds: float) -> dict:
-    """Run a contestant, a command for each host, until its time is up."""
+def measure(commands: list[list[str]], env: dict[str, str], seconds: float | None) -> dict:
+    """Run a contestant, a command for each host, until its time is up: None, to its first step."""
     mark = uuid.uuid4().hex
     with tempfile.TemporaryDirectory() as folder:
         env = {**env, "BENCH_MARK": mark, "TMPDIR": folder}  # what is killed cannot clean up
@@ -292,6 +308,8 @@ def measure(commands: list[list[str]], env: dict[str, str], seconds: float) -> d
                 now, epochs = time.monotonic(), EPOCH.findall(text)
                 if first is None and STEP.search(text):
                     first = now - start
+                if first and seconds is None:
+                    break
                 if warm is None and epochs:
                     first, warm = first or now - start, now
                 if warm and len(epochs) > 1 and now - warm >= seconds:
@@ -391,24 +409,28 @@ def run_case(case: Case, data: Path, hosts: "Hosts | None", seconds: float) -> l
     records = []
     for number in range(case.rounds + case.more_rounds):
         names = case.contestants if number < case.rounds else case.close
-        # There and back: who runs right after whom should not matter.
-        for name in names[:: 1 if number % 2 == 0 else -1]:
+        # Who runs when, and after whom, should not matter; the same order in every run of this.
+        for name in random.Random(f"{case.key} {number}").sample(names, len(names)):
             contestant = CONTESTANTS[name]
             if contestant.needs and not importlib.util.find_spec(contestant.needs):
                 say(f"  {name}: left out, {contestant.needs} is not installed")
                 continue
             words = commands(contestant, case, data, hosts)
-            record = measure(words, environment(contestant, case), seconds)
+            until = None if case.name == "start" else seconds
+            record = measure(words, environment(contestant, case), until)
             records.append({"case": case.key, "contestant": name, "round": number, **record})
             if "error" in record:
                 say(f"  {name}: FAILED\n{record['output']}")
+                continue
+            if until is None:
+                say(f"  {name}: first step after {record['first_step']:.1f} s")
                 continue
             rate, first = statistics.median(record["rates"][1:]), record["first_step"]
             say(
                 f"  {name}: {rate:,.0f} samples/s over {len(record['rates']) - 1} epochs, first "
                 f"step after {first:.1f} s, {record['memory']:.0f} MB, {record['accuracies'][1]}%"
             )
-    return records
+    return sorted(records, key=lambda r: (r["round"], case.contestants.index(r["contestant"])))
 
 
 def no_hosts() -> str | None:
@@ -473,7 +495,7 @@ def main() -> None:
     found = torch.accelerator.current_accelerator(check_available=True)
     cases = all_cases(found.type if found else None)
     if args.quick:
-        few = ("ddp_spawn.py", "SGD not fused", "tutorial, 1 thread", "compute + all-reduce")
+        few = ("ddp_spawn.py", "SGD fused", "tutorial, 1 thread", "compute + all-reduce")
         small = {"samples": 1024, "rounds": 1, "more_rounds": 0}
         cases = [replace(c, contestants=few, **small) for c in cases if c.key == "mlp-32-2"]
         args.seconds = min(args.seconds, 0.2)

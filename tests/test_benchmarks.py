@@ -1,6 +1,7 @@
 """benchmarks/: the harness runs, its edits fit the scripts, the page is that of its figures."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -26,7 +27,7 @@ def test_a_quick_run_measures_all_and_writes_the_page(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "results.json").read_text())
     records = {record["contestant"]: record for record in result["records"]}
-    assert {"ddp_spawn.py", "SGD not fused", "tutorial, 1 thread"} < records.keys()
+    assert {"ddp_spawn.py", "SGD fused", "tutorial, 1 thread"} < records.keys()
     for name, record in records.items():
         assert "error" not in record, record
         assert len(record["rates"]) > 1 and min(record["rates"]) > 0, name
@@ -35,11 +36,24 @@ def test_a_quick_run_measures_all_and_writes_the_page(tmp_path):
     ours, floor = records["ddp_spawn.py"], records["compute + all-reduce"]
     assert ours["accuracies"][0] > 15
     assert abs(ours["accuracies"][0] - floor["accuracies"][0]) < 0.5
-    assert abs(ours["accuracies"][1] - records["SGD not fused"]["accuracies"][1]) < 0.5
+    assert abs(ours["accuracies"][1] - records["SGD fused"]["accuracies"][1]) < 0.5
     assert all(split[part] > 0 for split in result["splits"] for part in ("data", "backward"))
     page = (tmp_path / "RESULTS.md").read_text()
     assert "| mlp-32-2 | ddp_spawn.py | compute + all-reduce | 0.95 |" in page
     assert (tmp_path / "throughput.svg").read_text().rstrip().endswith("</svg>")
+
+
+def test_a_case_that_stops_at_the_first_step(tmp_path):
+    names = ("single_gpu.py", "tutorial")
+    case = harness.Case("mlp", "fashion-mnist", 32, 1, names, 64, rounds=1, name="start")
+    data = harness.make_data(tmp_path, case.dataset, case.samples)
+    records = harness.run_case(case, data, None, 1e6)  # seconds that nobody waits for
+    times = {record["contestant"]: record["first_step"] for record in records}
+    assert times.keys() == set(names) and all(0 < value < 120 for value in times.values())
+    page = "\n".join(report.table({"records": records, "cases": {}}, "mlp-32-1-start"))
+    ratio = times["single_gpu.py"] / times["tutorial"]
+    assert f"| single_gpu.py | {times['single_gpu.py']:.1f} s |" in page.splitlines()[2]
+    assert page.splitlines()[2].endswith(f"| {ratio:.2f} |")
 
 
 def test_a_contestant_that_fails_fails_the_run(tmp_path, monkeypatch):
@@ -55,7 +69,7 @@ def test_a_contestant_that_fails_fails_the_run(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "name", [name for name, contestant in harness.CONTESTANTS.items() if contestant.edit]
 )
-def test_an_undone_choice_is_one_place_in_its_script(name, tmp_path):
+def test_a_changed_choice_is_one_place_in_its_script(name, tmp_path):
     contestant = harness.CONTESTANTS[name]
     copy = harness.program_of(contestant, tmp_path)
     code = copy.read_text()
@@ -91,17 +105,29 @@ def test_ratios_are_taken_within_a_round_and_their_median_counts():
 
 def test_the_floors_own_reach():
     records = [record("compute + all-reduce", 0, 60), record("tutorial", 0, 20)]
-    records += [record("compute alone", 0, 100)]
+    case, one = "mlp-32-2-accumulate", "the same, 1 process, 1 thread"
+    records += [record(one, 0, 50, case)]
     result = {"records": records, "cases": {}}
     assert report.limit(result, "mlp-32-2", "tutorial") == 3
     assert report.limit(result, "mlp-32-2", "compute + all-reduce") is None
-    # Per 300 samples: 3 s of computation and 2 s of all-reduces; with an eighth of these, 3.25 s.
-    one = "the same, 1 process, 1 thread"
-    records.append(record(one, 0, 60, "mlp-32-2-accumulate"))
-    reach = report.limit(result, "mlp-32-2-accumulate", one)
-    assert reach == pytest.approx(300 / 3.25 / 60)
-    records.pop(0)
-    assert report.limit(result, "mlp-32-2-accumulate", one) is None
+    assert report.limit(result, case, one) is None  # not measured
+    records += [record("compute + all-reduce --accumulate 8", 0, 80, case)]
+    assert report.limit(result, case, one) == 1.6
+
+
+def test_the_floor_accumulates(tmp_path):
+    data = harness.make_data(tmp_path, "fashion-mnist", 2048)
+    accuracies = {}
+    for batch, accumulate in ((32, 1), (32, 8), (256, 1)):
+        argv = [sys.executable, str(ROOT / "benchmarks" / "floor.py"), "3", "--accumulate"]
+        argv += [str(accumulate), "--batch-size", str(batch), "--data-dir", str(data)]
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120)
+        found = [float(accuracy) for accuracy, _ in harness.EPOCH.findall(done.stdout)]
+        assert len(found) == 3, done.stdout + done.stderr
+        accuracies[batch, accumulate] = found[-1]
+    assert abs(accuracies[32, 8] - accuracies[256, 1]) < 0.5
+    assert accuracies[32, 1] > accuracies[32, 8] + 5  # more steps
 
 
 def test_the_committed_page_is_that_of_the_committed_figures():
