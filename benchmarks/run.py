@@ -483,7 +483,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="name the cases and stop")
     parser.add_argument("--cases", nargs="+", metavar="GLOB", help="only these")
     parser.add_argument("--rounds", type=int, help="instead of each case's own number")
-    parser.add_argument("--seconds", type=float, default=1.5, help="of a run, after warm-up")
+    parser.add_argument("--seconds", type=float, default=2.5, help="of a run, after warm-up")
     parser.add_argument("--quick", action="store_true", help="one case, small and short")
     parser.add_argument("--out", type=Path, help="folder for RESULTS.md, results.json, the plot")
     return parser.parse_args()
