@@ -71,6 +71,10 @@ def ratio(result: dict, case: str, ours: str, theirs: str, value: Callable = rat
     return statistics.median(found) if found else None
 
 
+def spread(found: list[float]) -> str:
+    return f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
+
+
 def limit(result: dict, case: str, theirs: str) -> float | None:
     """What the floor itself reaches against `theirs`."""
     if theirs in FLOORS:
@@ -85,18 +89,19 @@ def targets(result: dict) -> str:
         "| --- | --- | --- | ---: | ---: | --- | ---: |",
     ]
     for case, ours, theirs, target in TARGETS:
-        reached, most = ratio(result, case, ours, theirs), limit(result, case, theirs)
-        if reached is not None:
-            verdict = "yes" if reached >= target else "no"
+        if found := ratios(result, case, ours, theirs):
+            reached, most = statistics.median(found), limit(result, case, theirs)
+            verdict = "yes" if round(reached, 2) >= target else "no"
             most = "" if most is None else f"{most:.2f}"
-            line = f"| {case} | {ours} | {theirs} | {target} | {reached:.2f} | {verdict} | {most} |"
+            line = (
+                f"| {case} | {ours} | {theirs} | {target} | {spread(found)} | {verdict} | {most} |"
+            )
             lines.append(line)
     for case, ours, theirs in TIMES:
-        reached = ratio(result, case, ours, theirs, first_step)
-        if reached is not None:
-            verdict, against = "yes" if round(reached, 2) <= 1 else "no", f"{theirs}, {FIRST}"
-            line = f"| {case} | {ours} | {against} | at most 1 | {reached:.2f} | {verdict} | |"
-            lines.append(line)
+        if found := ratios(result, case, ours, theirs, first_step):
+            verdict = "yes" if round(statistics.median(found), 2) <= 1 else "no"
+            line = f"| {case} | {ours} | {theirs}, {FIRST} | at most 1 | {spread(found)} "
+            lines.append(f"{line}| {verdict} | |")
     return "\n".join(lines if len(lines) > 2 else ["None of these cases was measured."])
 
 
@@ -118,11 +123,7 @@ def choices(result: dict) -> str:
         for case in cases:
             for value in (rate, first_step):
                 found = ratios(result, case, name, base, value)
-                cells.append(
-                    f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
-                    if found
-                    else "failed"
-                )
+                cells.append(spread(found) if found else "failed")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -227,6 +228,10 @@ def splits(result: dict) -> list[str]:
     return lines
 
 
+def caption(key: str, case: dict) -> str:
+    return f"`{key}`" if key.endswith("-start") else f"`{key}`, {case['seconds']:g} s a run"
+
+
 def page(result: dict) -> str:
     machine = "\n".join(f"| {name} | {value} |" for name, value in result["machine"].items())
     odd = odd_ones(result)
@@ -238,7 +243,7 @@ def page(result: dict) -> str:
         "hosts are namespaces of this machine, which share its cores."
     )
     sections = "\n\n".join(
-        "\n".join([f"### {case['title']}", "", f"`{key}`", "", *table(result, key)])
+        "\n".join([f"### {case['title']}", "", caption(key, case), "", *table(result, key)])
         for key, case in result["cases"].items()
     )
     return f"""\
@@ -258,31 +263,31 @@ Written by `{COMMAND}` in {result["minutes"]:.0f} minutes.
 
 ## Targets
 
-Ratios of samples a second, and of seconds in the last rows: the median of the rounds' ratios.
-`the floor reaches` is the same ratio of compute + all-reduce: where that is below the target, even
-the floor misses it.
+Ratios of samples a second, and of seconds in the last rows: the median of the rounds' ratios, and
+in brackets the lowest and the highest. `the floor reaches` is the same ratio of compute +
+all-reduce: where that is below the target, even the floor misses it.
 
 {targets(result)}
 
 ## What the choices buy
 
 Each row changes one choice of the script, in a copy: ratios to the script as it is, of samples a
-second (below 1: the script's choice pays) and of the seconds to the first step (above 1: it pays);
-in brackets the lowest and the highest round. A median near 1 with rounds on both sides says
-nothing. `SGD fused` would round differently, so that results change; it is measured, not used.
+second (below 1: the script's choice pays) and of the seconds to the first step (above 1: it pays).
+A median near 1 with rounds on both sides says nothing. `SGD fused` would round differently, so that
+results change; it is measured, not used.
 
 {choices(result)}
 
 ## How to read the tables
 
-In each round all programs of a case run one after the other, in an order drawn anew, each for
-{result["seconds"]} s after a first epoch that does not count; a round's rate is the median of its
-epochs. `tutorial` is the tutorials' loop as published (`tutorial.py`); `tutorial, 1 thread` is the
-same with `OMP_NUM_THREADS=1`; `compute alone` is forward, backward and update on batches that lie
-ready, each process for itself; `compute + all-reduce` adds one flat all-reduce of the gradient a
-step. All have the same model, data, batches and optimizer, SGD with momentum. The scripts closest
-to the floor, and the floor, run in more rounds than the others. The first step's time counts from
-the command; cases `to the first step` stop there. Memory is that of the process that took the most,
+In each round all programs of a case run one after the other, in an order drawn anew, each for some
+seconds after a first epoch that does not count; a round's rate is the median of its epochs.
+`tutorial` is the tutorials' loop as published (`tutorial.py`); `tutorial, 1 thread` is the same
+with `OMP_NUM_THREADS=1`; `compute alone` is forward, backward and update on batches that lie ready,
+each process for itself; `compute + all-reduce` adds one flat all-reduce of the gradient a step. All
+have the same model, data, batches and optimizer, SGD with momentum. The scripts closest to the
+floor, and the floor, run in more rounds than the others. The first step's time counts from the
+command; cases `to the first step` stop there. Memory is that of the process that took the most,
 shared pages included. Hosts have one process and one thread each.
 
 {learnt if not odd else "Accuracies that differ: " + "; ".join(odd) + "."}

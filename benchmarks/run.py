@@ -138,6 +138,7 @@ class Case:
     rounds: int = 2
     close: tuple[str, ...] = ()  # who is so close to the first that they run in more rounds
     more_rounds: int = 0
+    seconds: float | None = None  # of a run, after warm-up; else those of the command line
     name: str = ""  # of a special one; "start": to the first step
     hosts: int = 0  # one process each, one thread each
     link: str = ""  # what each host may send; else as it is
@@ -177,14 +178,15 @@ CHOICES = (
 def all_cases(gpu: str | None) -> list[Case]:
     mlp, convnet, resnet = ("mlp", "fashion-mnist"), ("convnet", "mnist"), ("resnet18", "cifar10")
     cases = []
+    long = {"rounds": 3, "more_rounds": 8, "seconds": 5}  # for differences of some percent
     for batch in (32, 256):
         one = ("single_gpu.py", "data_parallel.py", *PEERS, "compute alone")
         two = ("ddp_spawn.py", "ddp_torchrun.py", "multinode.py", *PEERS, *FLOORS)
         close = ("single_gpu.py", "compute alone")
-        cases.append(Case(*mlp, batch, 1, one, rounds=3, close=close, more_rounds=8))
+        cases.append(Case(*mlp, batch, 1, one, close=close, **long))
         close = ("ddp_spawn.py", "ddp_torchrun.py", "compute + all-reduce")
         close += ("tutorial",) if batch == 256 else ()
-        cases.append(Case(*mlp, batch, 2, two, rounds=3, close=close, more_rounds=8))
+        cases.append(Case(*mlp, batch, 2, two, close=close, **long))
         # More processes than a laptop has cores: to show what that does.
         few = ("ddp_torchrun.py", "tutorial, 1 thread", "compute + all-reduce")
         cases.append(Case(*mlp, batch, 4, few))
@@ -192,9 +194,9 @@ def all_cases(gpu: str | None) -> list[Case]:
         frugal += ("compute + all-reduce --accumulate 8",)
         cases.append(Case(*mlp, batch, 2, frugal, rounds=9, name="accumulate"))
         cases.append(Case(*mlp, batch, 2, CHOICES, rounds=5, name="choices"))
-    cases.append(Case(*mlp, 32, 1, ("single_gpu.py", "tutorial"), rounds=9, name="start"))
+    cases.append(Case(*mlp, 32, 1, ("single_gpu.py", "tutorial"), rounds=7, name="start"))
     names = ("ddp_spawn.py", "ddp_torchrun.py", "multinode.py", "tutorial")
-    cases.append(Case(*mlp, 32, 2, names, rounds=9, name="start"))
+    cases.append(Case(*mlp, 32, 2, names, rounds=7, name="start"))
     for batch in (32, 256):
         one = ("single_gpu.py", "tutorial", "Fabric", "Accelerate", "compute alone")
         two = ("ddp_torchrun.py", *PEERS, "compute + all-reduce")
@@ -416,7 +418,7 @@ def run_case(case: Case, data: Path, hosts: "Hosts | None", seconds: float) -> l
                 say(f"  {name}: left out, {contestant.needs} is not installed")
                 continue
             words = commands(contestant, case, data, hosts)
-            until = None if case.name == "start" else seconds
+            until = None if case.name == "start" else case.seconds or seconds
             record = measure(words, environment(contestant, case), until)
             records.append({"case": case.key, "contestant": name, "round": number, **record})
             if "error" in record:
@@ -483,7 +485,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="name the cases and stop")
     parser.add_argument("--cases", nargs="+", metavar="GLOB", help="only these")
     parser.add_argument("--rounds", type=int, help="instead of each case's own number")
-    parser.add_argument("--seconds", type=float, default=2.5, help="of a run, after warm-up")
+    parser.add_argument("--seconds", type=float, default=1.5, help="of most runs, after warm-up")
     parser.add_argument("--quick", action="store_true", help="one case, small and short")
     parser.add_argument("--out", type=Path, help="folder for RESULTS.md, results.json, the plot")
     return parser.parse_args()
@@ -496,7 +498,7 @@ def main() -> None:
     cases = all_cases(found.type if found else None)
     if args.quick:
         few = ("ddp_spawn.py", "SGD fused", "tutorial, 1 thread", "compute + all-reduce")
-        small = {"samples": 1024, "rounds": 1, "more_rounds": 0}
+        small = {"samples": 1024, "rounds": 1, "more_rounds": 0, "seconds": None}
         cases = [replace(c, contestants=few, **small) for c in cases if c.key == "mlp-32-2"]
         args.seconds = min(args.seconds, 0.2)
     if args.cases:
@@ -541,7 +543,12 @@ def main() -> None:
                     say(f"  {splits[-1]}")
     result |= {"left_out": left_out, "records": records, "splits": splits}
     result["cases"] = {
-        case.key: {"title": case.title, "gpu": case.device != "cpu"} for case in cases
+        case.key: {
+            "title": case.title,
+            "gpu": case.device != "cpu",
+            "seconds": case.seconds or args.seconds,
+        }
+        for case in cases
     }
     result["minutes"] = (time.monotonic() - start) / 60
     if out:

@@ -100,7 +100,9 @@ def test_ratios_are_taken_within_a_round_and_their_median_counts():
     records += [{**record(floor, 3, 1), "error": "killed"}, record(ours, 3, 96)]
     result = {"records": records, "cases": {}}
     assert report.ratio(result, "mlp-32-2", ours, floor) == 0.96
-    assert f"| mlp-32-2 | {ours} | {floor} | 0.95 | 0.96 | yes |" in report.targets(result)
+    assert f"| mlp-32-2 | {ours} | {floor} | 0.95 | 0.96 (0.10 to 0.96) | yes |" in report.targets(
+        result
+    )
 
 
 def test_the_floors_own_reach():
