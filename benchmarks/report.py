@@ -91,7 +91,7 @@ def targets(result: dict) -> str:
     for case, ours, theirs, target in TARGETS:
         if found := ratios(result, case, ours, theirs):
             reached, most = statistics.median(found), limit(result, case, theirs)
-            verdict = "yes" if round(reached, 2) >= target else "no"
+            verdict = "yes" if reached >= target else "no"
             most = "" if most is None else f"{most:.2f}"
             line = (
                 f"| {case} | {ours} | {theirs} | {target} | {spread(found)} | {verdict} | {most} |"
@@ -99,7 +99,7 @@ def targets(result: dict) -> str:
             lines.append(line)
     for case, ours, theirs in TIMES:
         if found := ratios(result, case, ours, theirs, first_step):
-            verdict = "yes" if round(statistics.median(found), 2) <= 1 else "no"
+            verdict = "yes" if statistics.median(found) <= 1 else "no"
             line = f"| {case} | {ours} | {theirs}, {FIRST} | at most 1 | {spread(found)} "
             lines.append(f"{line}| {verdict} | |")
     return "\n".join(lines if len(lines) > 2 else ["None of these cases was measured."])
@@ -176,8 +176,8 @@ def start_table(result: dict, case: str) -> list[str]:
             continue
         against = ratio(result, case, name, "tutorial", first_step)
         against = "" if name == "tutorial" or against is None else f"{against:.2f}"
-        middle, spread = statistics.median(times), f"{min(times):.1f} to {max(times):.1f} s"
-        lines.append(f"| {name} | {middle:.1f} s | {spread} | {against} |")
+        middle, rounds = statistics.median(times), f"{min(times):.1f} to {max(times):.1f} s"
+        lines.append(f"| {name} | {middle:.1f} s | {rounds} | {against} |")
     return lines
 
 
