@@ -3,18 +3,21 @@
     python floor.py EPOCHS --data-dir DIR                 forward, backward, update
     torchrun --nproc_per_node=2 floor.py EPOCHS --data-dir DIR                each for itself
     torchrun --nproc_per_node=2 floor.py EPOCHS --data-dir DIR --all-reduce   one model for all
+    python floor.py EPOCHS --data-dir DIR --all-reduce --nproc-per-node 2     the same, by mp.spawn
 
 With --all-reduce the gradients are copied to one flat tensor after the backward pass, and averaged
 by one call; with --accumulate 8, after every eighth. It cannot resume, evaluate over all processes,
 or stop at a signal.
 """
 
+import argparse
 import os
 import time
 
 import peer
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 import torch.nn.functional as F
 
 from common.data import ShardedBatchSampler, load_dataset
@@ -29,11 +32,14 @@ def all_reduce(parameters: list[torch.Tensor], flat: torch.Tensor) -> None:
         parameter.grad = part.view_as(parameter)
 
 
-def main() -> None:
-    args = peer.parse_args()
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+def main(rank: int, world_size: int, args: argparse.Namespace) -> None:
     if world_size > 1:
-        dist.init_process_group("gloo" if args.device == "cpu" else "nccl")
+        if "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it
+            torch.set_num_threads(max(1, torch.get_num_threads() // world_size))
+        os.environ.setdefault("MASTER_ADDR", "localhost")
+        os.environ.setdefault("MASTER_PORT", "12355")
+        backend = "gloo" if args.device == "cpu" else "nccl"
+        dist.init_process_group(backend, rank=rank, world_size=world_size)
     if args.device != "cpu":
         torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
     train_set, test_set = load_dataset(args.dataset, args.data_dir)
@@ -74,4 +80,10 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    args = peer.parse_args()
+    if "RANK" in os.environ:
+        main(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), args)
+    elif args.nproc_per_node > 1:
+        mp.spawn(main, (args.nproc_per_node, args), args.nproc_per_node)
+    else:
+        main(0, 1, args)

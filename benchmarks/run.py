@@ -112,6 +112,11 @@ CONTESTANTS = {
         "ddp_spawn.py",
         edit=("torch.set_num_threads(max(1, torch.get_num_threads() // world_size))", "pass"),
     ),
+    "a session for each process": Contestant(
+        "spawn",
+        "ddp_spawn.py",
+        edit=("    device = ddp_setup(", "    os.setsid()\n    device = ddp_setup("),
+    ),
     "ddp_torchrun.py, importing after the wait": Contestant(
         "torchrun", "ddp_torchrun.py", edit=("        preload(args.dataset)", "        ")
     ),
@@ -121,6 +126,7 @@ CONTESTANTS = {
     "Accelerate": Contestant("torchrun", "benchmarks/with_accelerate.py", needs="accelerate"),
     "compute alone": Contestant("torchrun", "benchmarks/floor.py"),
     "compute + all-reduce": Contestant("torchrun", "benchmarks/floor.py", ("--all-reduce",)),
+    "compute + all-reduce, mp.spawn": Contestant("spawn", "benchmarks/floor.py", ("--all-reduce",)),
     "compute + all-reduce --accumulate 8": Contestant(
         "torchrun", "benchmarks/floor.py", ("--all-reduce", "--accumulate", "8")
     ),
@@ -167,7 +173,7 @@ class Case:
 
 
 PEERS = ("tutorial", "tutorial, 1 thread", "Fabric", "Accelerate")
-FLOORS = ("compute alone", "compute + all-reduce")
+FLOORS = ("compute alone", "compute + all-reduce", "compute + all-reduce, mp.spawn")
 CHOICES = (
     "ddp_spawn.py",
     *(name for name, contestant in CONTESTANTS.items() if contestant.edit),
@@ -178,13 +184,13 @@ CHOICES = (
 def all_cases(gpu: str | None) -> list[Case]:
     mlp, convnet, resnet = ("mlp", "fashion-mnist"), ("convnet", "mnist"), ("resnet18", "cifar10")
     cases = []
-    long = {"rounds": 3, "more_rounds": 8, "seconds": 5}  # for differences of some percent
+    long = {"rounds": 3, "more_rounds": 12, "seconds": 3}  # for differences of some percent
     for batch in (32, 256):
         one = ("single_gpu.py", "data_parallel.py", *PEERS, "compute alone")
         two = ("ddp_spawn.py", "ddp_torchrun.py", "multinode.py", *PEERS, *FLOORS)
         close = ("single_gpu.py", "compute alone")
         cases.append(Case(*mlp, batch, 1, one, close=close, **long))
-        close = ("ddp_spawn.py", "ddp_torchrun.py", "compute + all-reduce")
+        close = ("ddp_spawn.py", "ddp_torchrun.py", *FLOORS[1:])
         close += ("tutorial",) if batch == 256 else ()
         cases.append(Case(*mlp, batch, 2, two, close=close, **long))
         # More processes than a laptop has cores: to show what that does.
@@ -193,17 +199,17 @@ def all_cases(gpu: str | None) -> list[Case]:
         frugal = ("ddp_torchrun.py --accumulate 8", "the same, 1 process, 1 thread")
         frugal += ("compute + all-reduce --accumulate 8",)
         cases.append(Case(*mlp, batch, 2, frugal, rounds=9, name="accumulate"))
-        cases.append(Case(*mlp, batch, 2, CHOICES, rounds=5, name="choices"))
-    cases.append(Case(*mlp, 32, 1, ("single_gpu.py", "tutorial"), rounds=7, name="start"))
-    names = ("ddp_spawn.py", "ddp_torchrun.py", "multinode.py", "tutorial")
-    cases.append(Case(*mlp, 32, 2, names, rounds=7, name="start"))
+        cases.append(Case(*mlp, batch, 2, CHOICES, rounds=4, name="choices"))
+    cases.append(Case(*mlp, 32, 1, ("single_gpu.py", "tutorial"), rounds=15, name="start"))
+    names = ("ddp_spawn.py", "ddp_torchrun.py", "tutorial")
+    cases.append(Case(*mlp, 32, 2, names, rounds=11, name="start"))
     for batch in (32, 256):
         one = ("single_gpu.py", "tutorial", "Fabric", "Accelerate", "compute alone")
         two = ("ddp_torchrun.py", *PEERS, "compute + all-reduce")
         cases.append(Case(*convnet, batch, 1, one, samples=4096))
         cases.append(Case(*convnet, batch, 2, two, samples=4096))
     cases.append(Case(*resnet, 32, 1, ("single_gpu.py", "compute alone"), samples=256))
-    cases.append(Case(*resnet, 32, 2, ("ddp_torchrun.py", *FLOORS), samples=256))
+    cases.append(Case(*resnet, 32, 2, ("ddp_torchrun.py", *FLOORS[:2]), samples=256))
     # Over a slow link a step takes long: fewer of them.
     remote = ("multinode.py", "tutorial, 1 thread", "compute + all-reduce")
     frugal = ("multinode.py", "multinode.py --accumulate 8", *remote[1:])
@@ -497,7 +503,7 @@ def main() -> None:
     found = torch.accelerator.current_accelerator(check_available=True)
     cases = all_cases(found.type if found else None)
     if args.quick:
-        few = ("ddp_spawn.py", "SGD fused", "tutorial, 1 thread", "compute + all-reduce")
+        few = ("ddp_spawn.py", "SGD fused", "tutorial, 1 thread", *FLOORS[1:])
         small = {"samples": 1024, "rounds": 1, "more_rounds": 0, "seconds": None}
         cases = [replace(c, contestants=few, **small) for c in cases if c.key == "mlp-32-2"]
         args.seconds = min(args.seconds, 0.2)
