@@ -76,7 +76,11 @@ def ratio(result: dict, case: str, ours: str, theirs: str, value: Callable = rat
 
 
 def spread(found: list[float]) -> str:
-    return f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
+    """The median, its standard error where there are rounds to tell, the lowest and the highest."""
+    error = ""
+    if len(found) > 2:
+        error = f" ± {1.25 * statistics.stdev(found) / len(found) ** 0.5:.2f}"
+    return f"{statistics.median(found):.2f}{error} ({min(found):.2f} to {max(found):.2f})"
 
 
 def limit(result: dict, case: str, theirs: str) -> float | None:
@@ -267,9 +271,11 @@ Written by `{COMMAND}` in {result["minutes"]:.0f} minutes.
 
 ## Targets
 
-Ratios of samples a second, and of seconds in the last rows: the median of the rounds' ratios, and
-in brackets the lowest and the highest. `the floor reaches` is the same ratio of compute +
-all-reduce: where that is below the target, even the floor misses it.
+Ratios of samples a second, and of seconds in the last rows: the median of the rounds' ratios, its
+standard error (1.25 times their standard deviation, over the root of their number), and in brackets
+the lowest and the highest. A target within twice the error is neither reached nor missed for
+certain. `the floor reaches` is the same ratio of compute + all-reduce: where that is below the
+target, even the floor misses it.
 
 {targets(result)}
 

@@ -184,7 +184,7 @@ CHOICES = (
 def all_cases(gpu: str | None) -> list[Case]:
     mlp, convnet, resnet = ("mlp", "fashion-mnist"), ("convnet", "mnist"), ("resnet18", "cifar10")
     cases = []
-    long = {"rounds": 3, "more_rounds": 12, "seconds": 3}  # for differences of some percent
+    long = {"rounds": 3, "more_rounds": 12, "seconds": 5}  # for differences of some percent
     for batch in (32, 256):
         one = ("single_gpu.py", "data_parallel.py", *PEERS, "compute alone")
         two = ("ddp_spawn.py", "ddp_torchrun.py", "multinode.py", *PEERS, *FLOORS)

@@ -102,9 +102,10 @@ def test_ratios_are_taken_within_a_round_and_their_median_counts():
     records += [{**record(floor, 3, 1), "error": "killed"}, record(ours, 3, 96)]
     result = {"records": records, "cases": {}}
     assert report.ratio(result, "mlp-32-2", ours, floor) == 0.96
-    assert f"| mlp-32-2 | {ours} | {floor} | 0.95 | 0.96 (0.10 to 0.96) | yes |" in report.targets(
-        result
-    )
+    # 1.25 * 0.4965 / sqrt(3), and from three rounds on
+    line = f"| mlp-32-2 | {ours} | {floor} | 0.95 | 0.96 ± 0.36 (0.10 to 0.96) | yes |"
+    assert line in report.targets(result)
+    assert report.spread([1.0, 3.0]) == "2.00 (1.00 to 3.00)"
 
 
 def test_the_floors_own_reach():
