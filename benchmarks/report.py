@@ -110,6 +110,11 @@ def targets(result: dict) -> str:
             verdict = "yes" if statistics.median(found) <= 1 else "no"
             line = f"| {case} | {ours} | {theirs}, {FIRST} | at most 1 | {spread(found)} "
             lines.append(f"{line}| {verdict} | |")
+    for copies in result.get("copies", []):
+        if copies["what"] == "ddp_spawn.py" and "error" not in copies:
+            verdict = "yes" if copies["copies"] < 1.5 else "no"  # two would be 2
+            line = "| memory, below | ddp_spawn.py | the data set, held once a host | 1 copy "
+            lines.append(f"{line}| {copies['copies']:.2f} copies | {verdict} | |")
     return "\n".join(lines if len(lines) > 2 else ["None of these cases was measured."])
 
 
@@ -236,6 +241,17 @@ def splits(result: dict) -> list[str]:
     return lines
 
 
+def memory(result: dict) -> list[str]:
+    lines = ["| | samples, fewer and more | copies of the data set |", "| --- | --- | ---: |"]
+    for copies in result.get("copies", []):
+        if "error" in copies:
+            lines.append(f"| {copies['what']} | failed ({copies['error']}) | |")
+            continue
+        few, many = copies["samples"]
+        lines.append(f"| {copies['what']} | {few:,} and {many:,} | {copies['copies']:.2f} |")
+    return lines if len(lines) > 2 else ["This was not measured."]
+
+
 def caption(key: str, case: dict) -> str:
     return f"`{key}`" if key.endswith("-start") else f"`{key}`, {case['seconds']:g} s a run"
 
@@ -311,6 +327,14 @@ Milliseconds a step under `torch.profiler`, which costs time itself: read the pr
 `split.py` for what `waiting` is.
 
 {chr(10).join(splits(result))}
+
+## How often the data set is in memory
+
+With two processes on one host: the memory of all processes of the job, shared pages counted once,
+with many samples less that with few, over the difference in data. (torchrun's processes load the
+data each for itself.)
+
+{chr(10).join(memory(result))}
 
 ## All cases
 

@@ -290,6 +290,16 @@ def peak_memory(pids: list[int]) -> float:
     return max(map(int, peaks)) / 1000
 
 
+def memory_together(pids: list[int]) -> float:
+    """MB of these processes; pages that several share count once."""
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+            total += int(re.search(r"^Pss:\s+(\d+) kB", text, re.M)[1])
+    return total * 1024 / 1e6
+
+
 def measure(commands: list[list[str]], env: dict[str, str], seconds: float | None) -> dict:
     """Run a contestant, a command for each host, until its time is up: None, to its first step."""
     mark = uuid.uuid4().hex
@@ -331,6 +341,7 @@ def measure(commands: list[list[str]], env: dict[str, str], seconds: float | Non
                 "rates": [float(rate) for _, rate in epochs],
                 "accuracies": [float(accuracy) for accuracy, _ in epochs],
                 "memory": peak_memory(marked(mark)),
+                "together": memory_together(marked(mark)),
             }
         finally:
             while left := marked(mark):
@@ -486,6 +497,21 @@ def split_step(script: str, options: list[str], device: str, batch: int, data: P
     return split | {"error": (done.stderr.strip().splitlines() or ["no output"])[-1]}
 
 
+def copies_held(name: str, folder: Path, sizes: tuple[int, int]) -> dict:
+    """How many copies of the data set a job has: its memory's growth over that of the data."""
+    together = []
+    for samples in sizes:
+        case, contestant = Case("mlp", "fashion-mnist", 256, 2, (name,), samples), CONTESTANTS[name]
+        data = make_data(folder, case.dataset, samples)
+        words = commands(contestant, case, data, None)
+        record = measure(words, environment(contestant, case), seconds=0)
+        if "error" in record:
+            return {"what": name, "error": record["error"]}
+        together.append(record["together"])
+    grown = (sizes[1] - sizes[0]) * (28 * 28 + 8) / 1e6  # MB: pixels, and an int64 as a label
+    return {"what": name, "samples": sizes, "copies": (together[1] - together[0]) / grown}
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--list", action="store_true", help="name the cases and stop")
@@ -516,7 +542,7 @@ def main() -> None:
         sys.exit(0 if cases else 2)
     out = args.out or (None if args.quick or args.cases else HERE)
 
-    start, left_out, records, splits = time.monotonic(), [], [], []
+    start, left_out, records, splits, copies = time.monotonic(), [], [], [], []
     result = {"machine": machine(), "seconds": args.seconds}
     reason = no_hosts()
     if reason and any(case.hosts for case in cases):
@@ -547,7 +573,14 @@ def main() -> None:
                 for batch in (32, 256):
                     splits.append(split_step(script, options, device, batch, data))
                     say(f"  {splits[-1]}")
-    result |= {"left_out": left_out, "records": records, "splits": splits}
+        say("copies of the data set that two processes hold")
+        shown, sizes = ("ddp_spawn.py", "ddp_torchrun.py", "tutorial"), (LOCAL, 8 * LOCAL)
+        if args.quick:
+            shown, sizes = shown[:1], (1024, 32 * 1024)
+        for name in shown:
+            copies.append(copies_held(name, Path(folder), sizes))
+            say(f"  {copies[-1]}")
+    result |= {"left_out": left_out, "records": records, "splits": splits, "copies": copies}
     result["cases"] = {
         case.key: {
             "title": case.title,
