@@ -291,12 +291,12 @@ def peak_memory(pids: list[int]) -> float:
 
 
 def memory_together(pids: list[int]) -> float:
-    """MB of these processes; pages that several share count once."""
+    """MB of these processes, without files' pages; those that several share count once."""
     total = 0
     for pid in pids:
         with contextlib.suppress(OSError):
             text = Path(f"/proc/{pid}/smaps_rollup").read_text()
-            total += int(re.search(r"^Pss:\s+(\d+) kB", text, re.M)[1])
+            total += sum(map(int, re.findall(r"^Pss_(?:Anon|Shmem):\s+(\d+) kB", text, re.M)))
     return total * 1024 / 1e6
 
 
