@@ -576,7 +576,7 @@ def main() -> None:
         say("copies of the data set that two processes hold")
         shown, sizes = ("ddp_spawn.py", "ddp_torchrun.py", "tutorial"), (LOCAL, 8 * LOCAL)
         if args.quick:
-            shown, sizes = shown[:1], (1024, 32 * 1024)
+            shown, sizes = shown[:1], (1024, 96 * 1024)
         for name in shown:
             copies.append(copies_held(name, Path(folder), sizes))
             say(f"  {copies[-1]}")
