@@ -574,7 +574,7 @@ def main() -> None:
                     splits.append(split_step(script, options, device, batch, data))
                     say(f"  {splits[-1]}")
         say("copies of the data set that two processes hold")
-        shown, sizes = ("ddp_spawn.py", "ddp_torchrun.py", "tutorial"), (LOCAL, 8 * LOCAL)
+        shown, sizes = ("ddp_spawn.py", "ddp_torchrun.py", "tutorial"), (LOCAL, 16 * LOCAL)
         if args.quick:
             shown, sizes = shown[:1], (1024, 96 * 1024)
         for name in shown:
@@ -595,7 +595,9 @@ def main() -> None:
         (out / "results.json").write_text(json.dumps(result, indent=1) + "\n")
         report.write(result, out)
     print(report.targets(result))
-    if failed := [f"{r['case']}: {r['contestant']}" for r in records if "error" in r]:
+    failed = [f"{r['case']}: {r['contestant']}" for r in records if "error" in r]
+    failed += [f"{r['what']}: {r['error']}" for r in [*splits, *copies] if "error" in r]
+    if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 
 
