@@ -112,7 +112,8 @@ def targets(result: dict) -> str:
             lines.append(f"{line}| {verdict} | |")
     for copies in result.get("copies", []):
         if copies["what"] == "ddp_spawn.py" and "error" not in copies:
-            verdict = "yes" if copies["copies"] < 1.5 else "no"  # two would be 2
+            # Two processes with a copy each have 2; where /proc does not tell, it is 0.
+            verdict = "yes" if 0.5 < copies["copies"] < 1.5 else "no"
             line = "| memory, below | ddp_spawn.py | the data set, held once a host | 1 copy "
             lines.append(f"{line}| {copies['copies']:.2f} copies | {verdict} | |")
     return "\n".join(lines if len(lines) > 2 else ["None of these cases was measured."])
@@ -289,9 +290,9 @@ Written by `{COMMAND}` in {result["minutes"]:.0f} minutes.
 
 Ratios of samples a second, and of seconds in the last rows: the median of the rounds' ratios, its
 standard error (1.25 times their standard deviation, over the root of their number), and in brackets
-the lowest and the highest. A target within twice the error is neither reached nor missed for
-certain. `the floor reaches` is the same ratio of compute + all-reduce: where that is below the
-target, even the floor misses it.
+the lowest and the highest. Yes or no is decided before rounding; a target within twice the error is
+neither reached nor missed for certain. `the floor reaches` is the same ratio of compute +
+all-reduce: where that is below the target, even the floor misses it.
 
 {targets(result)}
 

@@ -70,6 +70,30 @@ def test_a_contestant_that_fails_fails_the_run(tmp_path, monkeypatch):
     assert "| ddp_spawn.py | failed |" in "\n".join(report.table(result, case.key))
 
 
+@pytest.mark.parametrize("broken", ["split_step", "copies_held"])
+def test_a_measurement_that_fails_fails_the_run(monkeypatch, broken):
+    what = {"what": "it", "samples": (1, 2), "copies": 1.0}
+    for name in ("split_step", "copies_held"):
+        found = what | ({"error": "no room"} if name == broken else {})
+        monkeypatch.setattr(harness, name, lambda *_, found=found: found)
+    monkeypatch.setattr(harness, "run_case", lambda *_: [])
+    monkeypatch.setattr(harness.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["run.py", "--quick"])
+    with pytest.raises(SystemExit, match="failed: it: no room"):
+        harness.main()
+
+
+@pytest.mark.parametrize(("copies", "verdict"), [(0.0, "no"), (1.1, "yes"), (1.96, "no")])
+def test_the_data_set_held_once_is_one_copy(copies, verdict):
+    held = {"what": "ddp_spawn.py", "samples": (1_000, 2_000), "copies": copies}
+    result = {"records": [], "cases": {}, "copies": [held]}
+    assert report.targets(result).endswith(f"| {copies:.2f} copies | {verdict} | |")
+    assert report.memory(result)[-1] == f"| ddp_spawn.py | 1,000 and 2,000 | {copies:.2f} |"
+    held["error"] = "no room"
+    assert "copies |" not in report.targets(result)
+    assert report.memory(result)[-1] == "| ddp_spawn.py | failed (no room) | |"
+
+
 @pytest.mark.parametrize(
     "name", [name for name, contestant in harness.CONTESTANTS.items() if contestant.edit]
 )
