@@ -26,6 +26,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -33,11 +34,15 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 from tqdm import tqdm
 
-from common.data import DATASETS, DataError, ShardedBatchSampler, collate, load_dataset
-from common.model import DEFAULT_MODEL, MODELS, build_model
-from common.seed import get_rng_state, set_rng_state, set_seed
+from common.data import DATASETS, Batches, DataError, ShardedBatchSampler, load_dataset
+from common.model import DEFAULT_MODEL, MODELS, build_model, check_batch_norm
+from common.seed import get_rng_state, set_rng_state, set_seed, use_deterministic_kernels
 
 tqdm.set_lock(threading.RLock())  # its own is a semaphore that a killed process leaves behind
+
+# What a resumed run keeps of the one before: what it computes, not where and how fast.
+KEPT = ("total_epochs", "save_every", "batch_size", "test_batch_size", "lr", "momentum")
+KEPT += ("dataset", "data_dir", "model", "seed")
 
 
 class Trainer:
@@ -47,14 +52,19 @@ class Trainer:
         train_data: DataLoader,
         test_data: DataLoader,
         optimizer: torch.optim.Optimizer,
+        schedule: torch.optim.lr_scheduler.LRScheduler,
         device: torch.device,
+        snapshot: dict | None,
         stop: torch.Tensor,
         args: argparse.Namespace,
     ) -> None:
         self.device, self.stop, self.args = device, stop, args
-        self.model = nn.DataParallel(model.to(device))  # over all devices that torch finds
+        self.model = nn.DataParallel(model)  # over all devices that torch finds
+        self.devices = [torch.device(device.type, i) for i in self.model.device_ids] or [device]
+        set_seed(args.seed, devices=self.devices)  # from here on each device draws its own
         self.train_data, self.test_data = train_data, test_data
-        self.optimizer = optimizer
+        self.pinned = train_data.pin_memory  # a copy from other memory must be waited for
+        self.optimizer, self.schedule = optimizer, schedule
         self.epoch = 0  # the epoch in progress
         self.samples_seen = 0  # those of its samples that the job has trained on
         self.loss_sum = torch.zeros((), device=device)  # over these samples
@@ -62,8 +72,8 @@ class Trainer:
         count = len(self.model.device_ids)
         split = f"split over {count} devices" if count > 1 else "not split: there is one device"
         log(f"DataParallel on {device} | Batches are {split}")
-        if args.resume:
-            self._load_snapshot()
+        if snapshot is not None:
+            self._load_snapshot(snapshot)
         self.writer = None
         if args.log_dir:
             from torch.utils.tensorboard import SummaryWriter  # an extra, and slow to import
@@ -74,7 +84,7 @@ class Trainer:
         self.optimizer.zero_grad()
         output = self.model(source)
         # On the gathered outputs: a mean of per-device means is wrong where chunks are uneven.
-        loss = F.cross_entropy(output, targets, reduction="sum")
+        loss = F.cross_entropy(output, targets, reduction="sum")  # load your loss
         (loss / count).backward()
         self.optimizer.step()
         return loss.detach()
@@ -82,15 +92,15 @@ class Trainer:
     def _run_epoch(self, epoch: int) -> None:
         b_sz, log_interval = self.args.batch_size, self.args.log_interval
         name = self.device.type.upper().replace("CUDA", "GPU")
-        self.train_data.batch_sampler.set_epoch(epoch, self.samples_seen)
+        self.train_data.sampler.set_epoch(epoch, self.samples_seen)
         self.train_data.generator.manual_seed(torch.initial_seed() + epoch)  # for its workers
         line = f"Epoch {epoch} | Batchsize: {b_sz} | Steps: {len(self.train_data)}"
         log(f"[{name}0] {line}")
         self.model.train()
         progress = tqdm(self.train_data, leave=False, disable=self.args.no_progress or None)
         for step, (source, targets) in enumerate(progress, start=1):
-            source = source.to(self.device, non_blocking=True)
-            targets = targets.to(self.device, non_blocking=True)
+            source = source.to(self.device, non_blocking=self.pinned)  # load your inputs
+            targets = targets.to(self.device, non_blocking=self.pinned)
             count = len(targets)
             loss = self._run_batch(source, targets, count)
             self.loss_sum += loss
@@ -108,22 +118,23 @@ class Trainer:
         loss_sum = torch.zeros((), device=self.device)
         correct = torch.zeros((), device=self.device)
         for source, targets in self.test_data:
-            source = source.to(self.device, non_blocking=True)
-            targets = targets.to(self.device, non_blocking=True)
+            source = source.to(self.device, non_blocking=self.pinned)  # load your inputs
+            targets = targets.to(self.device, non_blocking=self.pinned)
             output = self.model(source)
-            loss_sum += F.cross_entropy(output, targets, reduction="sum")
-            correct += (output.argmax(dim=1) == targets).sum()
+            loss_sum += F.cross_entropy(output, targets, reduction="sum")  # load your loss
+            correct += (output.argmax(dim=1) == targets).sum()  # load your metric
         return loss_sum, correct
 
     def _save_snapshot(self) -> None:
         snapshot = {
             "model": self.model.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
             "scaler": {},
             "epoch": self.epoch,
             "samples_seen": self.samples_seen,
             "loss_sum": self.loss_sum.item(),
-            "rng_states": [get_rng_state(self.device)],  # of each rank
+            "rng_states": [get_rng_state(*self.devices)],  # of each rank
             "settings": vars(self.args),
         }
         # Whole or not at all: whatever happens here, the snapshot before is still there.
@@ -138,34 +149,23 @@ class Trainer:
             temporary.unlink(missing_ok=True)
             sys.exit(f"error: cannot save {path} ({error}): make room, then --resume")
 
-    def _read_snapshot(self) -> dict | None:
-        path = Path(self.args.snapshot_path)
-        if not path.exists():
-            log(f"No snapshot at {path}, starting from the beginning")
-            return None
+    def _load_snapshot(self, snapshot: dict) -> None:
         try:
-            snapshot = torch.load(path, map_location="cpu", weights_only=True)
-            for name in ("dataset", "model", "seed"):
-                then, now = snapshot["settings"][name], getattr(self.args, name)
-                if then != now:
-                    raise ValueError(f"made with --{name} {then}, and this run has {now}")
+            # Where the command line overrules the snapshot, the new optimizer's own values hold.
+            settings, old = snapshot["settings"], snapshot["optimizer"]["param_groups"]
+            changed = [name for name in KEPT if vars(self.args)[name] != settings.get(name)]
+            for group, new in zip(old, self.optimizer.param_groups, strict=False):
+                group.update({name: new[name] for name in changed if name in new})
+            if "lr" in changed:
+                snapshot["schedule"].pop("base_lrs", None)
             self.model.module.load_state_dict(snapshot["model"])
-        except Exception as error:  # torch.load and load_state_dict raise nearly everything
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            sys.exit(f"error: cannot resume from {path} ({reason}): name another --snapshot-path")
-        return snapshot
-
-    def _load_snapshot(self) -> None:
-        snapshot = self._read_snapshot()
-        if snapshot is None:
-            return
-        self.model.module.load_state_dict(snapshot["model"])
-        self.optimizer.load_state_dict(snapshot["optimizer"])
-        for group in self.optimizer.param_groups:  # the command line overrules the snapshot
-            group.update(lr=self.args.lr, momentum=self.args.momentum)
+            self.optimizer.load_state_dict(snapshot["optimizer"])
+            self.schedule.load_state_dict(snapshot["schedule"])
+        except Exception as error:  # load_state_dict raises nearly everything
+            cannot_resume(self.args, error)
         self.epoch, self.samples_seen = snapshot["epoch"], snapshot["samples_seen"]
         self.loss_sum.fill_(snapshot["loss_sum"])
-        set_rng_state(snapshot["rng_states"][0], self.device)
+        set_rng_state(snapshot["rng_states"][0], *self.devices)
         log(f"Resuming training from snapshot at Epoch {self.epoch}, sample {self.samples_seen}")
 
     def train(self, total_epochs: int) -> None:
@@ -193,6 +193,7 @@ class Trainer:
                 self.writer.add_scalar("accuracy", correct / total, epoch)
                 self.writer.add_scalar("samples_per_second", rate, epoch)
                 self.writer.flush()
+            self.schedule.step()
             self.epoch, self.samples_seen = epoch + 1, 0
             self.loss_sum.zero_()
             if self.epoch % save_every == 0 or self.epoch == total_epochs:
@@ -200,20 +201,55 @@ class Trainer:
                 log(f"Epoch {epoch} | Training checkpoint saved at {path}")
 
 
-def load_train_objs(args: argparse.Namespace) -> tuple:
+def cannot_resume(args: argparse.Namespace, error: Exception) -> NoReturn:
+    path, reason = args.snapshot_path, f"{type(error).__name__}: {error}".splitlines()[0]
+    sys.exit(f"error: cannot resume from {path} ({reason}): name another --snapshot-path")
+
+
+def open_snapshot(args: argparse.Namespace) -> dict | None:
+    path = Path(args.snapshot_path)
+    if not args.resume:
+        return None
+    if not path.exists():
+        log(f"No snapshot at {path}, starting from the beginning")
+        return None
+    try:
+        snapshot = torch.load(path, map_location="cpu", weights_only=True)
+        # A resumed run goes on as it was started, but for what its own command line says.
+        for name in KEPT:
+            now = getattr(args, name)
+            then = snapshot["settings"].get(name, now)  # not every script has every option
+            if name not in args.given:
+                setattr(args, name, then)
+            elif then != now and name in ("dataset", "model", "seed"):
+                raise ValueError(f"made with --{name} {then}, and this run has {now}")
+            elif then != now:
+                log(f"{name}: {now} from the command line, not the snapshot's {then}")
+    except Exception as error:  # torch.load raises nearly everything
+        cannot_resume(args, error)
+    return snapshot
+
+
+def load_train_objs(args: argparse.Namespace, device: torch.device) -> tuple:
     train_set, test_set = load_dataset(args.dataset, args.data_dir)  # load your dataset
-    set_seed(args.seed, deterministic=args.deterministic)
-    model = build_model(args.model, train_set[0][0].shape)  # load your model
+    set_seed(args.seed)
+    model = build_model(args.model, train_set[0][0].shape).to(device)  # load your model
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
-    return train_set, test_set, model, optimizer
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1)  # load your schedule
+    return train_set, test_set, model, optimizer, schedule
 
 
-def prepare_dataloader(dataset: Dataset, sampler: Sampler, device: torch.device) -> DataLoader:
+def prepare_dataloader(
+    dataset: Dataset, sampler: Sampler, device: torch.device, num_workers: int
+) -> DataLoader:
+    # Forked workers are there at once. Elsewhere than on Linux each starts Python anew.
+    fork = num_workers > 0 and sys.platform == "linux"
     return DataLoader(
-        dataset,
-        batch_sampler=sampler,
-        collate_fn=collate,
-        num_workers=0,  # the data are in memory; with files on disk, 4 or more
+        Batches(dataset),
+        sampler=sampler,
+        batch_size=None,  # the sampler gives whole batches
+        num_workers=num_workers,
+        multiprocessing_context="fork" if fork else None,
         pin_memory=device.type not in ("cpu", "mps"),
         generator=torch.Generator(),  # its own, so that it draws nothing from the model's
     )
@@ -259,10 +295,15 @@ def parse_args() -> argparse.Namespace:
     add("--log-interval", type=int, default=0, help="steps between loss lines (0: none)")
     add("--log-dir", help="folder for TensorBoard's event files")
     add("--no-progress", action="store_true", help="no progress bar")
+    add("--num-workers", type=int, default=0, help="processes that load data; 4 for files, say")
     args = parser.parse_args()
+    parser.set_defaults(**dict.fromkeys(vars(args)))  # what is not None without them was given
+    args.given = [name for name, value in vars(parser.parse_args()).items() if value is not None]
     args.model = args.model or DEFAULT_MODEL[args.dataset]
     args.device = devices[0] if args.device == "auto" else args.device
-    from_0 = ("lr", "momentum", "seed", "log_interval")
+    if args.deterministic and args.device.startswith("mps"):
+        parser.error("--deterministic cannot work on mps, where torch lacks such kernels: use cpu")
+    from_0 = ("lr", "momentum", "seed", "log_interval", "num_workers")
     for name, value in vars(args).items():
         low = 0 if name in from_0 else 1
         if type(value) in (int, float) and not low <= value < 2**32:
@@ -276,14 +317,20 @@ def parse_args() -> argparse.Namespace:
 
 
 def main(args: argparse.Namespace, stop: torch.Tensor) -> None:
+    if args.deterministic:
+        use_deterministic_kernels()
     device = torch.device(args.device)
-    train_set, test_set, model, optimizer = load_train_objs(args)
-    set_seed(args.seed, 0, args.deterministic)  # from here on it draws what rank 0 would
+    snapshot = open_snapshot(args)
+    line = "total_epochs: {total_epochs}, save_every: {save_every}, batch_size: {batch_size}"
+    log(line.format(**vars(args)))
+    train_set, test_set, model, optimizer, schedule = load_train_objs(args, device)
     train_sampler = ShardedBatchSampler(train_set, args.batch_size, 1, 0, args.seed)
+    check_batch_norm(model, train_sampler.sizes()[0])
     test_sampler = BatchSampler(range(len(test_set)), args.test_batch_size, drop_last=False)
-    train_data = prepare_dataloader(train_set, train_sampler, device)
-    test_data = prepare_dataloader(test_set, test_sampler, device)
-    trainer = Trainer(model, train_data, test_data, optimizer, device, stop, args)
+    train_data = prepare_dataloader(train_set, train_sampler, device, args.num_workers)
+    test_data = prepare_dataloader(test_set, test_sampler, device, args.num_workers)
+    objs = (model, train_data, test_data, optimizer, schedule)
+    trainer = Trainer(*objs, device, snapshot, stop, args)
     catch_stop_signals(stop)
     trainer.train(args.total_epochs)
     if trainer.stopped:
@@ -292,8 +339,6 @@ def main(args: argparse.Namespace, stop: torch.Tensor) -> None:
 
 if __name__ == "__main__":
     args, start = parse_args(), time.perf_counter()
-    line = "total_epochs: {total_epochs}, save_every: {save_every}, batch_size: {batch_size}"
-    log(line.format(**vars(args)))
     try:
         main(args, stop=torch.zeros((), dtype=torch.int32))
     except (DataError, OSError) as error:

@@ -15,6 +15,7 @@ Ctrl-C stops them at once. To make it yours, edit what is marked "load your".
 """
 
 import argparse
+import contextlib
 import datetime
 import importlib.util
 import os
@@ -24,7 +25,9 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -35,11 +38,16 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 from tqdm import tqdm
 
-from common.data import DATASETS, DataError, ShardedBatchSampler, collate, load_dataset
-from common.model import DEFAULT_MODEL, MODELS, build_model
-from common.seed import get_rng_state, set_rng_state, set_seed
+from common.data import DATASETS, Batches, DataError, ShardedBatchSampler, load_dataset
+from common.model import DEFAULT_MODEL, MODELS, build_model, check_batch_norm
+from common.seed import get_rng_state, set_rng_state, set_seed, use_deterministic_kernels
 
 tqdm.set_lock(threading.RLock())  # its own is a semaphore that a killed process leaves behind
+
+# What a resumed run keeps of the one before: what it computes, not where and how fast.
+KEPT = ("total_epochs", "save_every", "batch_size", "test_batch_size", "lr", "momentum")
+KEPT += ("dataset", "data_dir", "model", "seed")
+PATIENCE = 25  # seconds that ranks have to save after a request to stop; torchrun gives 30
 
 
 class Trainer:
@@ -49,26 +57,27 @@ class Trainer:
         train_data: DataLoader,
         test_data: DataLoader,
         optimizer: torch.optim.Optimizer,
+        schedule: torch.optim.lr_scheduler.LRScheduler,
         device: torch.device,
+        snapshot: dict | None,
         stop: torch.Tensor,
         args: argparse.Namespace,
     ) -> None:
         self.device, self.stop, self.args = device, stop, args
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        model = model.to(device)
-        # On a CPU an all-reduce takes its cores from the backward pass: start none before its end.
+        ids = None if device.type == "cpu" else [device.index]
         # Gradients that are views of DDP's buckets save a copy.
-        ids, bucket = (None, 100) if device.type == "cpu" else ([device.index], None)
-        self.model = DDP(model, ids, bucket_cap_mb=bucket, gradient_as_bucket_view=True)
+        self.model = DDP(model, device_ids=ids, gradient_as_bucket_view=True)
         self.train_data, self.test_data = train_data, test_data
-        self.optimizer = optimizer
+        self.pinned = train_data.pin_memory  # a copy from other memory must be waited for
+        self.optimizer, self.schedule = optimizer, schedule
         self.epoch = 0  # the epoch in progress
         self.samples_seen = 0  # those of its samples that the job has trained on
         self.loss_sum = torch.zeros((), device=device)  # over these samples
         self.stopped = 0  # by the signal of this number
         self._settle_buckets()
-        if args.resume:
-            self._load_snapshot()
+        if snapshot is not None:
+            self._load_snapshot(snapshot)
         self.writer = None
         if args.log_dir and self.rank == 0:
             from torch.utils.tensorboard import SummaryWriter  # an extra, and slow to import
@@ -77,15 +86,19 @@ class Trainer:
 
     def _settle_buckets(self) -> None:
         # DDP rearranges its buckets of gradients after the first backward pass, and with them the
-        # order of summation. Do that first, or a resumed run would round differently.
-        source = self.train_data.dataset[0][0].unsqueeze(0)
-        self.model.eval()
-        self.model(source.to(self.device)).sum().backward()
+        # order of summation. Do that first, or a resumed run would round differently. Any output
+        # will do that all parameters have a part in, so the model itself is not asked for one.
+        model = self.model.module
+        model.forward = sum
+        self.model(
+            [weight.sum() for weight in model.parameters() if weight.requires_grad]
+        ).backward()
+        del model.forward  # its class has the real one
 
     def _run_batch(self, source: torch.Tensor, targets: torch.Tensor, count: int) -> torch.Tensor:
         self.optimizer.zero_grad()
         output = self.model(source)
-        loss = F.cross_entropy(output, targets, reduction="sum")
+        loss = F.cross_entropy(output, targets, reduction="sum")  # load your loss
         # DDP averages over the ranks: this makes it the mean over the global batch of `count`,
         # also for the last one of an epoch, which may be shared out unevenly.
         (loss * self.world_size / count).backward()
@@ -95,18 +108,18 @@ class Trainer:
     def _run_epoch(self, epoch: int) -> None:
         b_sz, log_interval = self.args.batch_size, self.args.log_interval
         name = self.device.type.upper().replace("CUDA", "GPU")
-        self.train_data.batch_sampler.set_epoch(epoch, self.samples_seen)
+        self.train_data.sampler.set_epoch(epoch, self.samples_seen)
         self.train_data.generator.manual_seed(torch.initial_seed() + epoch)  # for its workers
         line = f"Epoch {epoch} | Batchsize: {b_sz} | Steps: {len(self.train_data)}"
         log(f"[{name}{self.rank}] {line}", every_rank=True)
+        sizes = self.train_data.sampler.sizes()  # of the global batches
         self.model.train()
         quiet = self.args.no_progress or self.rank > 0
         progress = tqdm(self.train_data, leave=False, disable=quiet or None)
         for step, (source, targets) in enumerate(progress, start=1):
-            source = source.to(self.device, non_blocking=True)
-            targets = targets.to(self.device, non_blocking=True)
-            left = len(self.train_data.dataset) - self.samples_seen
-            count = min(b_sz * self.world_size, left)  # the global batch
+            source = source.to(self.device, non_blocking=self.pinned)  # load your inputs
+            targets = targets.to(self.device, non_blocking=self.pinned)
+            count = sizes[step - 1]
             loss = self._run_batch(source, targets, count)
             self.loss_sum += loss
             self.samples_seen += count
@@ -136,11 +149,11 @@ class Trainer:
         loss_sum = torch.zeros((), device=self.device)
         correct = torch.zeros((), device=self.device)
         for source, targets in self.test_data:
-            source = source.to(self.device, non_blocking=True)
-            targets = targets.to(self.device, non_blocking=True)
+            source = source.to(self.device, non_blocking=self.pinned)  # load your inputs
+            targets = targets.to(self.device, non_blocking=self.pinned)
             output = self.model.module(source)  # shards differ in length: no collectives
-            loss_sum += F.cross_entropy(output, targets, reduction="sum")
-            correct += (output.argmax(dim=1) == targets).sum()
+            loss_sum += F.cross_entropy(output, targets, reduction="sum")  # load your loss
+            correct += (output.argmax(dim=1) == targets).sum()  # load your metric
         return loss_sum, correct
 
     def _save_snapshot(self) -> None:
@@ -149,10 +162,13 @@ class Trainer:
         loss_sum = self.loss_sum.clone()
         dist.all_reduce(loss_sum)
         if self.rank > 0:
+            with waiting_for("rank 0, which saves the snapshot"):
+                dist.barrier()
             return
         snapshot = {
             "model": self.model.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
             "scaler": {},
             "epoch": self.epoch,
             "samples_seen": self.samples_seen,
@@ -171,34 +187,26 @@ class Trainer:
         except (OSError, RuntimeError) as error:  # the latter from torch.save
             temporary.unlink(missing_ok=True)
             sys.exit(f"error: cannot save {path} ({error}): make room, then --resume")
+        dist.barrier()
 
-    def _read_snapshot(self) -> dict | None:
-        path = Path(self.args.snapshot_path)
-        if not path.exists():
-            log(f"No snapshot at {path}, starting from the beginning")
-            return None
+    def _load_snapshot(self, snapshot: dict) -> None:
+        if self.rank > 0:
+            dist.barrier()  # rank 0 says, once, what does not fit
         try:
-            snapshot = torch.load(path, map_location="cpu", weights_only=True)
-            for name in ("dataset", "model", "seed"):
-                then, now = snapshot["settings"][name], getattr(self.args, name)
-                if then != now:
-                    raise ValueError(f"made with --{name} {then}, and this run has {now}")
+            # Where the command line overrules the snapshot, the new optimizer's own values hold.
+            settings, old = snapshot["settings"], snapshot["optimizer"]["param_groups"]
+            changed = [name for name in KEPT if vars(self.args)[name] != settings.get(name)]
+            for group, new in zip(old, self.optimizer.param_groups, strict=False):
+                group.update({name: new[name] for name in changed if name in new})
+            if "lr" in changed:
+                snapshot["schedule"].pop("base_lrs", None)
             self.model.module.load_state_dict(snapshot["model"])
-        except Exception as error:  # torch.load and load_state_dict raise nearly everything
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            sys.exit(f"error: cannot resume from {path} ({reason}): name another --snapshot-path")
-        return snapshot
-
-    def _load_snapshot(self) -> None:
-        box = [self._read_snapshot() if self.rank == 0 else None]
-        dist.broadcast_object_list(box)  # no other rank needs the file
-        snapshot = box[0]
-        if snapshot is None:
-            return
-        self.model.module.load_state_dict(snapshot["model"])
-        self.optimizer.load_state_dict(snapshot["optimizer"])
-        for group in self.optimizer.param_groups:  # the command line overrules the snapshot
-            group.update(lr=self.args.lr, momentum=self.args.momentum)
+            self.optimizer.load_state_dict(snapshot["optimizer"])
+            self.schedule.load_state_dict(snapshot["schedule"])
+        except Exception as error:  # load_state_dict raises nearly everything
+            cannot_resume(self.args, error)
+        if self.rank == 0:
+            dist.barrier()
         self.epoch, self.samples_seen = snapshot["epoch"], snapshot["samples_seen"]
         self.loss_sum.fill_(snapshot["loss_sum"] if self.rank == 0 else 0)
         if self.rank < len(snapshot["rng_states"]):  # there may be more processes than then
@@ -231,6 +239,7 @@ class Trainer:
                 self.writer.add_scalar("accuracy", correct / total, epoch)
                 self.writer.add_scalar("samples_per_second", rate, epoch)
                 self.writer.flush()
+            self.schedule.step()
             self.epoch, self.samples_seen = epoch + 1, 0
             self.loss_sum.zero_()
             if self.epoch % save_every == 0 or self.epoch == total_epochs:
@@ -238,7 +247,38 @@ class Trainer:
                 log(f"Epoch {epoch} | Training checkpoint saved at {path}")
 
 
+def cannot_resume(args: argparse.Namespace, error: Exception) -> NoReturn:
+    path, reason = args.snapshot_path, f"{type(error).__name__}: {error}".splitlines()[0]
+    sys.exit(f"error: cannot resume from {path} ({reason}): name another --snapshot-path")
+
+
+def open_snapshot(args: argparse.Namespace) -> dict | None:
+    path = Path(args.snapshot_path)
+    if not args.resume:
+        return None
+    if not path.exists():
+        log(f"No snapshot at {path}, starting from the beginning")
+        return None
+    try:
+        snapshot = torch.load(path, map_location="cpu", weights_only=True)
+        # A resumed run goes on as it was started, but for what its own command line says.
+        for name in KEPT:
+            now = getattr(args, name)
+            then = snapshot["settings"].get(name, now)  # not every script has every option
+            if name not in args.given:
+                setattr(args, name, then)
+            elif then != now and name in ("dataset", "model", "seed"):
+                raise ValueError(f"made with --{name} {then}, and this run has {now}")
+            elif then != now:
+                log(f"{name}: {now} from the command line, not the snapshot's {then}")
+    except Exception as error:  # torch.load raises nearly everything
+        cannot_resume(args, error)
+    return snapshot
+
+
 def ddp_setup(rank: int, world_size: int, store: str, args: argparse.Namespace) -> torch.device:
+    if args.deterministic:  # first of all: the process group chooses its kernels, too
+        use_deterministic_kernels()
     if "OMP_NUM_THREADS" not in os.environ:  # or else every process takes all cores
         torch.set_num_threads(max(1, torch.get_num_threads() // world_size))
     device, device_id = torch.device("cpu"), None
@@ -264,19 +304,25 @@ def ddp_setup(rank: int, world_size: int, store: str, args: argparse.Namespace) 
     return device
 
 
-def load_train_objs(args: argparse.Namespace, image_shape: tuple) -> tuple:
-    set_seed(args.seed, deterministic=args.deterministic)  # the same weights on every rank
-    model = build_model(args.model, image_shape)  # load your model
+def load_train_objs(args: argparse.Namespace, image_shape: tuple, device: torch.device) -> tuple:
+    set_seed(args.seed)  # the same weights on every rank
+    model = build_model(args.model, image_shape).to(device)  # load your model
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
-    return model, optimizer
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1)  # load your schedule
+    return model, optimizer, schedule
 
 
-def prepare_dataloader(dataset: Dataset, sampler: Sampler, device: torch.device) -> DataLoader:
+def prepare_dataloader(
+    dataset: Dataset, sampler: Sampler, device: torch.device, num_workers: int
+) -> DataLoader:
+    # Forked workers are there at once. Elsewhere than on Linux each starts Python anew.
+    fork = num_workers > 0 and sys.platform == "linux"
     return DataLoader(
-        dataset,
-        batch_sampler=sampler,
-        collate_fn=collate,
-        num_workers=0,  # the data are in memory; with files on disk, 4 or more
+        Batches(dataset),
+        sampler=sampler,
+        batch_size=None,  # the sampler gives whole batches
+        num_workers=num_workers,
+        multiprocessing_context="fork" if fork else None,
         pin_memory=device.type not in ("cpu", "mps"),
         generator=torch.Generator(),  # its own, so that it draws nothing from the model's
     )
@@ -289,6 +335,18 @@ def log(line: str, every_rank: bool = False) -> None:
     sys.stdout.flush()
 
 
+@contextlib.contextmanager
+def waiting_for(whom: str) -> Iterator[None]:
+    # A download or a slow disk must not look like a hang. What bounds it is --timeout.
+    line = f"[rank {dist.get_rank()}] still waiting for {whom}"
+    timer = threading.Timer(10, log, (line, True))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def catch_stop_signals(stop: torch.Tensor) -> None:
     def on_signal(signum: int, frame: object) -> None:
         stop.fill_(signum)
@@ -296,13 +354,6 @@ def catch_stop_signals(stop: torch.Tensor) -> None:
 
     signal.signal(signal.SIGINT, on_signal)
     signal.signal(signal.SIGTERM, on_signal)
-
-
-def leave(status: int) -> None:
-    # Not by sys.exit: gloo's threads may let go of their last tensors while Python ends, and that
-    # aborts the process or, with torch 2.7, blocks it. (So what atexit has registered is not run.)
-    sys.stdout.flush()
-    os._exit(status)
 
 
 def device_names() -> list[str]:
@@ -331,10 +382,13 @@ def parse_args() -> argparse.Namespace:
     add("--log-interval", type=int, default=0, help="steps between loss lines (0: none)")
     add("--log-dir", help="folder for TensorBoard's event files")
     add("--no-progress", action="store_true", help="no progress bar")
+    add("--num-workers", type=int, default=0, help="processes that load data; 4 for files, say")
     add("--nproc-per-node", type=int, help="processes; default: one a device, 2 on a CPU")
     add("--backend", default="auto", help="nccl, gloo ...; auto: what suits the device")
-    add("--timeout", type=int, default=120, help="seconds that a collective may take")
+    add("--timeout", type=int, default=600, help="seconds that a collective may take")
     args = parser.parse_args()
+    parser.set_defaults(**dict.fromkeys(vars(args)))  # what is not None without them was given
+    args.given = [name for name, value in vars(parser.parse_args()).items() if value is not None]
     args.model = args.model or DEFAULT_MODEL[args.dataset]
     args.device = devices[0] if args.device == "auto" else args.device
     count = 0 if args.device == "cpu" else torch.accelerator.device_count()
@@ -342,6 +396,8 @@ def parse_args() -> argparse.Namespace:
         args.nproc_per_node = 2 if args.device == "cpu" else count
     if args.backend == "auto":
         args.backend = dist.get_default_backend_for_device(args.device)
+        if not dist.is_backend_available(args.backend):  # on Windows there is no NCCL
+            args.backend = "gloo"
     serves = dist.Backend.backend_capability.get(args.backend, [])
     if args.device not in serves or not dist.is_backend_available(args.backend):
         parser.error(f"--backend {args.backend} does not work on {args.device} here: use auto")
@@ -350,7 +406,7 @@ def parse_args() -> argparse.Namespace:
             f"{args.nproc_per_node} processes are more than {count} devices: use "
             f"--nproc-per-node {count}, --device cpu, or --backend gloo, where they may share one"
         )
-    from_0 = ("lr", "momentum", "seed", "log_interval")
+    from_0 = ("lr", "momentum", "seed", "log_interval", "num_workers")
     for name, value in vars(args).items():
         low = 0 if name in from_0 else 1
         if type(value) in (int, float) and not low <= value < 2**32:
@@ -373,27 +429,36 @@ def main(
     args: argparse.Namespace,
 ) -> None:
     device = ddp_setup(rank, world_size, store, args)
-    model, optimizer = load_train_objs(args, train_set[0][0].shape)
-    set_seed(args.seed, rank, args.deterministic)  # from here on each rank draws its own
+    box = [None]
+    if args.resume and rank == 0:
+        box = [torch.load(args.snapshot_path, map_location="cpu", weights_only=True)]
+    dist.broadcast_object_list(box)
+    model, optimizer, schedule = load_train_objs(args, train_set[0][0].shape, device)
+    set_seed(args.seed, rank)  # from here on each rank draws its own
     train_sampler = ShardedBatchSampler(train_set, args.batch_size, world_size, rank, args.seed)
     shard = range(rank, len(test_set), world_size)  # no padding: every sample counts once
     test_sampler = BatchSampler(shard, args.test_batch_size, drop_last=False)
-    train_data = prepare_dataloader(train_set, train_sampler, device)
-    test_data = prepare_dataloader(test_set, test_sampler, device)
-    trainer = Trainer(model, train_data, test_data, optimizer, device, stop, args)
+    train_data = prepare_dataloader(train_set, train_sampler, device, args.num_workers)
+    test_data = prepare_dataloader(test_set, test_sampler, device, args.num_workers)
+    objs = (model, train_data, test_data, optimizer, schedule)
+    trainer = Trainer(*objs, device, box[0], stop, args)
     catch_stop_signals(stop)
     trainer.train(args.total_epochs)
-    dist.barrier()  # rank 0 may still be saving, and the first process that ends ends the others
     dist.destroy_process_group()
-    # After a stop the shells' number for a signal: not done yet.
-    leave(128 + trainer.stopped if trainer.stopped else 0)
+    if trainer.stopped:
+        sys.exit(128 + trainer.stopped)  # the shells' number for a signal: not done yet
 
 
 def spawn(args: argparse.Namespace, stop: torch.Tensor) -> None:
     catch_stop_signals(stop)  # shared memory: what one process hears, all hear
+    if open_snapshot(args) is None:  # rank 0 opens it again: shared memory may be too small
+        args.resume = False
+    line = "total_epochs: {total_epochs}, save_every: {save_every}, batch_size: {batch_size}"
+    log(line.format(**vars(args)))
     train_set, test_set = load_dataset(args.dataset, args.data_dir)  # load your dataset
-    train_set.share_memory_(), test_set.share_memory_()
-    build_model(args.model, train_set[0][0].shape)  # load your model: errors come here, once
+    model = build_model(args.model, train_set[0][0].shape)  # load your model: errors come once
+    sampler = ShardedBatchSampler(train_set, args.batch_size, args.nproc_per_node, 0, args.seed)
+    check_batch_norm(model, sampler.sizes()[0] // args.nproc_per_node)
     if stop.item():
         sys.exit(128 + stop.item())
     processes = []
@@ -406,8 +471,12 @@ def spawn(args: argparse.Namespace, stop: torch.Tensor) -> None:
             context = mp.spawn(main, objs, args.nproc_per_node, join=False)
             processes = context.processes
             catch_stop_signals(stop)
-            while not context.join(grace_period=5):
-                pass
+            seconds = 0  # since a stop was asked for
+            while not context.join(timeout=1, grace_period=5):
+                seconds += stop.item() > 0
+                if seconds > PATIENCE:
+                    log("error: not all ranks stopped: --resume goes on from the last snapshot")
+                    sys.exit(128 + stop.item())
         except mp.ProcessExitedException as error:
             if error.exit_code > 0:  # its last words are on the screen
                 sys.exit(error.exit_code)
@@ -419,8 +488,6 @@ def spawn(args: argparse.Namespace, stop: torch.Tensor) -> None:
 
 if __name__ == "__main__":
     args, start = parse_args(), time.perf_counter()
-    line = "total_epochs: {total_epochs}, save_every: {save_every}, batch_size: {batch_size}"
-    log(line.format(**vars(args)))
     try:
         spawn(args, stop=torch.zeros((), dtype=torch.int32))
     except (DataError, OSError) as error:

@@ -28,12 +28,15 @@ import re
 import shutil
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import threading
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 from urllib.parse import urlsplit
 
 # Else a host that is lost is followed by two screens of C++ frames. To see them, export WARNING.
@@ -49,14 +52,19 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 from tqdm import tqdm
 
-from common.data import DATASETS, DataError, ShardedBatchSampler, collate, load_dataset, preload
-from common.model import DEFAULT_MODEL, MODELS, build_model
-from common.seed import get_rng_state, set_rng_state, set_seed
+from common.data import DATASETS, Batches, DataError, ShardedBatchSampler, load_dataset, preload
+from common.model import DEFAULT_MODEL, MODELS, build_model, check_batch_norm
+from common.seed import get_rng_state, set_rng_state, set_seed, use_deterministic_kernels
 
 tqdm.set_lock(threading.RLock())  # its own is a semaphore that a killed process leaves behind
 
+# What a resumed run keeps of the one before: what it computes, not where and how fast.
+KEPT = ("total_epochs", "save_every", "batch_size", "test_batch_size", "lr", "momentum")
+KEPT += ("dataset", "data_dir", "model", "seed", "accumulate", "amp")
+
 LAUNCHER = os.getppid()  # another parent, later on, means that it was killed
 AMP = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+PATIENCE = 25  # seconds that ranks have to save after a request to stop; torchrun gives 30
 
 
 class Trainer:
@@ -66,32 +74,35 @@ class Trainer:
         train_data: DataLoader,
         test_data: DataLoader,
         optimizer: torch.optim.Optimizer,
+        schedule: torch.optim.lr_scheduler.LRScheduler,
         device: torch.device,
+        snapshot: dict | None,
+        run: str,
         stop: torch.Tensor,
         args: argparse.Namespace,
     ) -> None:
         self.device, self.stop, self.args = device, stop, args
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        model = model.to(device)
         if args.sync_bn:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        if args.compile:
-            model.compile()  # in place: the names of the weights stay as they are
-        # On a CPU an all-reduce takes its cores from the backward pass: start none before its end.
+        ids = None if device.type == "cpu" else [device.index]
         # Gradients that are views of DDP's buckets save a copy.
-        ids, bucket = (None, 100) if device.type == "cpu" else ([device.index], None)
-        self.model = DDP(model, ids, bucket_cap_mb=bucket, gradient_as_bucket_view=True)
+        self.model = DDP(model, device_ids=ids, gradient_as_bucket_view=True)
         self.autocast = torch.autocast(device.type, AMP[args.amp], enabled=args.amp != "off")
         self.scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
         self.train_data, self.test_data = train_data, test_data
-        self.optimizer = optimizer
+        self.pinned = train_data.pin_memory  # a copy from other memory must be waited for
+        self.optimizer, self.schedule = optimizer, schedule
         self.epoch = 0  # the epoch in progress
         self.samples_seen = 0  # those of its samples that the job has trained on
         self.loss_sum = torch.zeros((), device=device)  # over these samples
         self.stopped = 0  # by the signal of this number
-        self.run = agree_on_run()
+        self.run = run
         self._settle_buckets()
-        self._load_snapshot()
+        if args.compile:
+            model.compile()  # in place: the names of the weights stay as they are
+        if snapshot is not None:
+            self._load_snapshot(snapshot)
         self.writer = None
         if args.log_dir and self.rank == 0:
             from torch.utils.tensorboard import SummaryWriter  # an extra, and slow to import
@@ -100,24 +111,27 @@ class Trainer:
 
     def _settle_buckets(self) -> None:
         # DDP rearranges its buckets of gradients after the first backward pass, and with them the
-        # order of summation. Do that first, or a resumed run would round differently.
-        source = self.train_data.dataset[0][0].unsqueeze(0)
-        self.model.eval()
-        with torch.compiler.set_stance("force_eager"):  # not worth compiling
-            self.model(source.to(self.device)).sum().backward()
+        # order of summation. Do that first, or a resumed run would round differently. Any output
+        # will do that all parameters have a part in, so the model itself is not asked for one.
+        model = self.model.module
+        model.forward = sum
+        self.model(
+            [weight.sum() for weight in model.parameters() if weight.requires_grad]
+        ).backward()
+        del model.forward  # its class has the real one
 
     def _run_batch(self, source: torch.Tensor, targets: torch.Tensor, count: int) -> torch.Tensor:
         self.optimizer.zero_grad()
         loss_sum = torch.zeros((), device=self.device)
-        b_sz = self.args.batch_size
-        micro_batches = list(zip(source.split(b_sz), targets.split(b_sz), strict=True))
+        parts = self.args.accumulate  # on every rank as many, also where shares are uneven
+        micro_batches = zip(source.tensor_split(parts), targets.tensor_split(parts), strict=True)
         for number, (source, targets) in enumerate(micro_batches, start=1):
             # Gradients add up locally; the last backward pass all-reduces the sum.
-            last = number == len(micro_batches)
+            last = number == parts
             with contextlib.nullcontext() if last else self.model.no_sync():
                 with self.autocast:
                     output = self.model(source)
-                    loss = F.cross_entropy(output, targets, reduction="sum")
+                    loss = F.cross_entropy(output, targets, reduction="sum")  # load your loss
                 # DDP averages over the ranks: this makes it the mean over the global batch of
                 # `count`, also for the last one of an epoch, which may be shared out unevenly.
                 self.scaler.scale(loss * self.world_size / count).backward()
@@ -129,18 +143,18 @@ class Trainer:
     def _run_epoch(self, epoch: int) -> None:
         b_sz, log_interval = self.args.batch_size, self.args.log_interval
         name = self.device.type.upper().replace("CUDA", "GPU")
-        self.train_data.batch_sampler.set_epoch(epoch, self.samples_seen)
+        self.train_data.sampler.set_epoch(epoch, self.samples_seen)
         self.train_data.generator.manual_seed(torch.initial_seed() + epoch)  # for its workers
         line = f"Epoch {epoch} | Batchsize: {b_sz} | Steps: {len(self.train_data)}"
         log(f"[{name}{self.rank}] {line}", every_rank=True)
+        sizes = self.train_data.sampler.sizes()  # of the global batches
         self.model.train()
         quiet = self.args.no_progress or self.rank > 0
         progress = tqdm(self.train_data, leave=False, disable=quiet or None)
         for step, (source, targets) in enumerate(progress, start=1):
-            source = source.to(self.device, non_blocking=True)
-            targets = targets.to(self.device, non_blocking=True)
-            left = len(self.train_data.dataset) - self.samples_seen
-            count = min(b_sz * self.args.accumulate * self.world_size, left)  # the global batch
+            source = source.to(self.device, non_blocking=self.pinned)  # load your inputs
+            targets = targets.to(self.device, non_blocking=self.pinned)
+            count = sizes[step - 1]
             loss = self._run_batch(source, targets, count)
             self.loss_sum += loss
             self.samples_seen += count
@@ -172,12 +186,12 @@ class Trainer:
         loss_sum = torch.zeros((), device=self.device)
         correct = torch.zeros((), device=self.device)
         for source, targets in self.test_data:
-            source = source.to(self.device, non_blocking=True)
-            targets = targets.to(self.device, non_blocking=True)
+            source = source.to(self.device, non_blocking=self.pinned)  # load your inputs
+            targets = targets.to(self.device, non_blocking=self.pinned)
             with self.autocast:
                 output = self.model.module(source)  # shards differ in length: no collectives
-                loss_sum += F.cross_entropy(output, targets, reduction="sum")
-            correct += (output.argmax(dim=1) == targets).sum()
+                loss_sum += F.cross_entropy(output, targets, reduction="sum")  # load your loss
+            correct += (output.argmax(dim=1) == targets).sum()  # load your metric
         return loss_sum, correct
 
     def _save_snapshot(self) -> None:
@@ -186,10 +200,13 @@ class Trainer:
         loss_sum = self.loss_sum.clone()
         dist.all_reduce(loss_sum)
         if self.rank > 0:
+            with waiting_for("rank 0, which saves the snapshot"):
+                dist.barrier()
             return
         snapshot = {
             "model": self.model.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
             "scaler": self.scaler.state_dict(),
             "epoch": self.epoch,
             "samples_seen": self.samples_seen,
@@ -208,55 +225,28 @@ class Trainer:
         except (OSError, RuntimeError) as error:  # the latter from torch.save
             temporary.unlink(missing_ok=True)
             sys.exit(f"error: cannot save {path} ({error}): make room, then --resume")
+        dist.barrier()
 
-    def _is_restart(self) -> bool:
-        # After a crash torchrun starts everything anew: go on from what this run has saved, but
-        # never from the snapshot of an earlier one; --resume asks for that.
+    def _load_snapshot(self, snapshot: dict) -> None:
+        if self.rank > 0:
+            dist.barrier()  # rank 0 says, once, what does not fit
         try:
-            snapshot = torch.load(self.args.snapshot_path, map_location="cpu", weights_only=True)
-            return snapshot["settings"]["run"] == self.run
-        except Exception:  # there is none yet, or it is another program's
-            return False
-
-    def _read_snapshot(self) -> dict | None:
-        path = Path(self.args.snapshot_path)
-        if not path.exists():
-            log(f"No snapshot at {path}, starting from the beginning")
-            return None
-        try:
-            snapshot = torch.load(path, map_location="cpu", weights_only=True)
-            for name in ("dataset", "model", "seed"):
-                then, now = snapshot["settings"][name], getattr(self.args, name)
-                if then != now:
-                    raise ValueError(f"made with --{name} {then}, and this run has {now}")
+            # Where the command line overrules the snapshot, the new optimizer's own values hold.
+            settings, old = snapshot["settings"], snapshot["optimizer"]["param_groups"]
+            changed = [name for name in KEPT if vars(self.args)[name] != settings.get(name)]
+            for group, new in zip(old, self.optimizer.param_groups, strict=False):
+                group.update({name: new[name] for name in changed if name in new})
+            if "lr" in changed:
+                snapshot["schedule"].pop("base_lrs", None)
             self.model.module.load_state_dict(snapshot["model"])
-        except Exception as error:  # torch.load and load_state_dict raise nearly everything
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            sys.exit(f"error: cannot resume from {path} ({reason}): name another --snapshot-path")
-        return snapshot
-
-    def _load_snapshot(self) -> None:
-        # After a restart rank 0 may be on another host than the one that saved: the furthest
-        # snapshot of this run counts. Without any, --resume asks for rank 0's.
-        box, found = [None], (-1, 0)
-        if self.args.local_rank == 0 and self._is_restart():
-            box = [self._read_snapshot()]
-            found = box[0]["epoch"], box[0]["samples_seen"]
-        everywhere = [None] * self.world_size
-        dist.all_gather_object(everywhere, found)
-        source = everywhere.index(max(everywhere))
-        if self.rank == 0 and max(everywhere) == (-1, 0) and self.args.resume:
-            box = [self._read_snapshot()]
-        dist.broadcast_object_list(box, src=source)  # no other rank needs the file
-        snapshot = box[0]
-        if snapshot is None:
-            return
-        self.model.module.load_state_dict(snapshot["model"])
-        self.optimizer.load_state_dict(snapshot["optimizer"])
-        if snapshot["scaler"]:  # the run before had one, too
-            self.scaler.load_state_dict(snapshot["scaler"])
-        for group in self.optimizer.param_groups:  # the command line overrules the snapshot
-            group.update(lr=self.args.lr, momentum=self.args.momentum)
+            self.optimizer.load_state_dict(snapshot["optimizer"])
+            self.schedule.load_state_dict(snapshot["schedule"])
+            if snapshot["scaler"]:  # the run before had one, too
+                self.scaler.load_state_dict(snapshot["scaler"])
+        except Exception as error:  # load_state_dict raises nearly everything
+            cannot_resume(self.args, error)
+        if self.rank == 0:
+            dist.barrier()
         self.epoch, self.samples_seen = snapshot["epoch"], snapshot["samples_seen"]
         self.loss_sum.fill_(snapshot["loss_sum"] if self.rank == 0 else 0)
         if self.rank < len(snapshot["rng_states"]):  # there may be more processes than then
@@ -289,6 +279,7 @@ class Trainer:
                 self.writer.add_scalar("accuracy", correct / total, epoch)
                 self.writer.add_scalar("samples_per_second", rate, epoch)
                 self.writer.flush()
+            self.schedule.step()
             self.epoch, self.samples_seen = epoch + 1, 0
             self.loss_sum.zero_()
             if self.epoch % save_every == 0 or self.epoch == total_epochs:
@@ -332,7 +323,8 @@ def check(trainer: Trainer) -> None:
         gradient[0].item()  # waits for the device
         row[1] = time.perf_counter() - start
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)  # a step waits for the slowest rank
-    compute, reduce = seconds[1:].median(dim=0).values.tolist()  # the first one warms up
+    rows = seconds[1:].tolist()  # the first one warms up
+    compute, reduce = map(statistics.median, zip(*rows, strict=True))
     size, steps = count * gradient.element_size(), len(trainer.train_data)
     sent = 2 * (world_size - 1) / world_size * size / reduce / 1e9  # by each rank, in a ring
     share, epoch = reduce / (compute + reduce), steps * (compute + reduce)
@@ -357,6 +349,7 @@ def join(args: argparse.Namespace, address: str) -> dist.Store | None:
     if url.scheme == "file":
         store = dist.FileStore(url.path, world_size)
     else:
+        report = time.monotonic() + 10
         while rank > 0:  # torch would wait as well, but end with two screens of C++ frames
             try:
                 socket.create_connection((url.hostname, url.port), args.timeout).close()
@@ -365,11 +358,17 @@ def join(args: argparse.Namespace, address: str) -> dist.Store | None:
                 if time.monotonic() > end or isinstance(error, socket.gaierror):
                     hint = "is that rank 0's host, is rank 0 started, is there a firewall?"
                     raise ValueError(f"{error}; {hint}") from error
+                if time.monotonic() > report:
+                    report += 10
+                    log(f"[rank {rank}] still waiting for rank 0 at {args.init_method} ({error})")
                 time.sleep(0.1)
         place = (url.hostname, url.port, world_size, rank == 0, timeout)
-        store = dist.TCPStore(*place, wait_for_workers=False)
+        libuv = sys.platform != "win32"  # torch for Windows is built without
+        store = dist.TCPStore(*place, wait_for_workers=False, use_libuv=libuv)
     if complaint:
         store.set("complaint", complaint)
+    boot = Path("/proc/sys/kernel/random/boot_id")  # where two hosts have one name
+    store.set(f"host of {rank}", name + (boot.read_text() if boot.exists() else ""))
     store.add(f"host {name}", 1)
     if store.add(f"rank {rank}", 1) > 1:
         hint = ", or remove the file of an earlier run" if url.scheme == "file" else ""
@@ -377,16 +376,35 @@ def join(args: argparse.Namespace, address: str) -> dist.Store | None:
     told = store.compare_set("world size", "", str(world_size)).decode()
     if told != str(world_size):
         raise ValueError(f"another process says that there are {told}: give all the same number")
+    report = time.monotonic() + 10
     while not store.check(keys := [f"rank {other}" for other in range(world_size)]):
+        missing = ", ".join(key for key in keys if not store.check([key]))
         if time.monotonic() > end:
-            missing = ", ".join(key for key in keys if not store.check([key]))
             raise ValueError(
                 f"missing after {args.timeout} s: {missing}; start them all, like this"
             )
+        if time.monotonic() > report:
+            report += 10
+            log(f"[rank {rank}] still waiting for {missing}")
         time.sleep(0.1)
+    if "LOCAL_RANK" not in os.environ and "SLURM_LOCALID" not in os.environ:
+        hosts = [store.get(f"host of {other}") for other in range(world_size)]
+        args.local_rank = hosts[:rank].count(hosts[rank])
+        args.local_world_size = hosts.count(hosts[rank])
     if store.check(["complaint"]) and store.add(f"host {name}", 0) < world_size:
         raise ValueError(store.get("complaint").decode())
     return store
+
+
+def choose_device(args: argparse.Namespace) -> torch.device:
+    # Processes that were started by hand know only now how many of them share this host.
+    count = torch.accelerator.device_count()
+    if args.local_world_size > count and args.backend != "gloo":
+        raise ValueError(
+            f"{args.local_world_size} processes on this host are more than {count} devices: start "
+            "fewer, or use --device cpu, or --backend gloo, where they may share one"
+        )
+    return torch.device(args.device, args.local_rank % count)
 
 
 def loopback_name(args: argparse.Namespace, address: str) -> str:
@@ -415,31 +433,85 @@ def own_address(args: argparse.Namespace) -> str:
         return "an unknown address"
 
 
+def cannot_resume(args: argparse.Namespace, error: Exception) -> NoReturn:
+    path, reason = args.snapshot_path, f"{type(error).__name__}: {error}".splitlines()[0]
+    sys.exit(f"error: cannot resume from {path} ({reason}): name another --snapshot-path")
+
+
+def open_snapshot(args: argparse.Namespace, run: str) -> dict | None:
+    path, resume = Path(args.snapshot_path), args.resume and args.rank == 0
+    if not path.exists():
+        if resume:
+            log(f"No snapshot at {path}, starting from the beginning")
+        return None
+    try:
+        snapshot = torch.load(path, map_location="cpu", weights_only=True)
+        # After a crash torchrun starts everything anew: go on from what this run has saved, but
+        # never from the snapshot of an earlier one; --resume asks for that.
+        if not resume and snapshot["settings"]["run"] != run:
+            return None
+        # A resumed run goes on as it was started, but for what its own command line says.
+        for name in KEPT:
+            now = getattr(args, name)
+            then = snapshot["settings"].get(name, now)  # not every script has every option
+            if name not in args.given:
+                setattr(args, name, then)
+            elif then != now and name in ("dataset", "model", "seed"):
+                raise ValueError(f"made with --{name} {then}, and this run has {now}")
+            elif then != now:
+                log(f"{name}: {now} from the command line, not the snapshot's {then}")
+    except Exception as error:  # torch.load raises nearly everything
+        if not resume:  # it is another program's
+            return None
+        cannot_resume(args, error)
+    return snapshot
+
+
+def find_snapshot(args: argparse.Namespace, run: str) -> dict | None:
+    # After a restart rank 0 may be on another host than the one that saved: the furthest snapshot
+    # of this run counts. Without any, --resume asks for rank 0's.
+    snapshot, mine = None, (False, -1, 0)
+    if args.local_rank == 0:
+        snapshot = open_snapshot(args, run)
+    if snapshot is not None:
+        same_run = snapshot["settings"].get("run") == run
+        mine = (same_run, snapshot["epoch"], snapshot["samples_seen"])
+    everywhere = [None] * args.world_size
+    dist.all_gather_object(everywhere, mine)
+    source = everywhere.index(max(everywhere))
+    box = [snapshot, {name: getattr(args, name) for name in KEPT}]
+    dist.broadcast_object_list(box, src=source)  # no other rank needs the file
+    vars(args).update(box[1])
+    return box[0]
+
+
 def ddp_setup(args: argparse.Namespace) -> torch.device:
-    if "OMP_NUM_THREADS" not in os.environ:  # or else every process takes all cores
-        cores = int(os.environ.get("SLURM_CPUS_PER_TASK", torch.get_num_threads()))
-        torch.set_num_threads(max(1, cores // args.local_world_size))
-    device, device_id = torch.device("cpu"), None
-    if args.device != "cpu":
-        index = args.local_rank % torch.accelerator.device_count()
-        device = device_id = torch.device(args.device, index)
-        torch.accelerator.set_device_index(device.index)
-    loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
-    if loopback and args.world_size == args.local_world_size:  # these need no network
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    if args.deterministic:  # first of all: the process group chooses its kernels, too
+        use_deterministic_kernels()
     address = own_address(args)
     try:
+        store = join(args, address)
+        device, device_id = torch.device("cpu"), None
+        if args.device != "cpu":
+            device = device_id = choose_device(args)
+            torch.accelerator.set_device_index(device.index)
+        if "OMP_NUM_THREADS" not in os.environ:  # or else every process takes all cores
+            cores = int(os.environ.get("SLURM_CPUS_PER_TASK", torch.get_num_threads()))
+            torch.set_num_threads(max(1, cores // args.local_world_size))
+        loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
+        if loopback and args.world_size == args.local_world_size:  # these need no network
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
         dist.init_process_group(
             args.backend,
-            store=join(args, address),
+            store=store,
             rank=args.rank,
             world_size=args.world_size,
             timeout=datetime.timedelta(seconds=args.timeout),
             device_id=device_id,
         )
     except (OSError, RuntimeError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+        reason = one_line(error)
         if "EADDRINUSE" in reason:
             reason = "the port is taken: choose another one"
         elif "Failed to recv" in reason:
@@ -452,25 +524,32 @@ def ddp_setup(args: argparse.Namespace) -> torch.device:
     return device
 
 
-def load_train_objs(args: argparse.Namespace) -> tuple:
+def load_train_objs(args: argparse.Namespace, device: torch.device) -> tuple:
     if args.local_rank > 0:
         preload(args.dataset)  # slow imports: there is time
-        dist.barrier()  # while the first process of this host downloads: within --timeout
+        with waiting_for("the first process of this host, which prepares the data"):
+            dist.barrier()
     train_set, test_set = load_dataset(args.dataset, args.data_dir)  # load your dataset
     if args.local_rank == 0:
         dist.barrier()
-    set_seed(args.seed, deterministic=args.deterministic)  # the same weights on every rank
-    model = build_model(args.model, train_set[0][0].shape)  # load your model
+    set_seed(args.seed)  # the same weights on every rank
+    model = build_model(args.model, train_set[0][0].shape).to(device)  # load your model
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
-    return train_set, test_set, model, optimizer
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1)  # load your schedule
+    return train_set, test_set, model, optimizer, schedule
 
 
-def prepare_dataloader(dataset: Dataset, sampler: Sampler, device: torch.device) -> DataLoader:
+def prepare_dataloader(
+    dataset: Dataset, sampler: Sampler, device: torch.device, num_workers: int
+) -> DataLoader:
+    # Forked workers are there at once. Elsewhere than on Linux each starts Python anew.
+    fork = num_workers > 0 and sys.platform == "linux"
     return DataLoader(
-        dataset,
-        batch_sampler=sampler,
-        collate_fn=collate,
-        num_workers=0,  # the data are in memory; with files on disk, 4 or more
+        Batches(dataset),
+        sampler=sampler,
+        batch_size=None,  # the sampler gives whole batches
+        num_workers=num_workers,
+        multiprocessing_context="fork" if fork else None,
         pin_memory=device.type not in ("cpu", "mps"),
         generator=torch.Generator(),  # its own, so that it draws nothing from the model's
     )
@@ -483,6 +562,18 @@ def log(line: str, every_rank: bool = False) -> None:
     sys.stdout.flush()
 
 
+@contextlib.contextmanager
+def waiting_for(whom: str) -> Iterator[None]:
+    # A download or a slow disk must not look like a hang. What bounds it is --timeout.
+    line = f"[rank {dist.get_rank()}] still waiting for {whom}"
+    timer = threading.Timer(10, log, (line, True))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def catch_stop_signals(stop: torch.Tensor) -> None:
     def on_signal(signum: int, frame: object) -> None:
         stop.fill_(signum)
@@ -491,13 +582,6 @@ def catch_stop_signals(stop: torch.Tensor) -> None:
 
     signal.signal(signal.SIGINT, on_signal)
     signal.signal(signal.SIGTERM, on_signal)
-
-
-def leave(status: int) -> None:
-    # Not by sys.exit: gloo's threads may let go of their last tensors while Python ends, and that
-    # aborts the process or, with torch 2.7, blocks it. (So what atexit has registered is not run.)
-    sys.stdout.flush()
-    os._exit(status)
 
 
 def device_names() -> list[str]:
@@ -583,6 +667,7 @@ def parse_args() -> argparse.Namespace:
     add("--log-interval", type=int, default=0, help="steps between loss lines (0: none)")
     add("--log-dir", help="folder for TensorBoard's event files")
     add("--no-progress", action="store_true", help="no progress bar")
+    add("--num-workers", type=int, default=0, help="processes that load data; 4 for files, say")
     add("--accumulate", type=int, default=1, help="batches a step, one after the other")
     add("--amp", choices=AMP, default="off", help="automatic mixed precision")
     add("--compile", action="store_true", help="torch.compile: slow to start, then faster")
@@ -598,9 +683,13 @@ def parse_args() -> argparse.Namespace:
     add("--no-cuda", action="store_true", help="the same as --device cpu")
     add("--local-rank", "--local_rank", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     add("--backend", default="auto", help="nccl, gloo ...; auto: what suits the device")
-    add("--timeout", type=int, default=120, help="seconds that a collective may take")
+    add("--timeout", type=int, default=600, help="seconds that a collective may take")
     args = parser.parse_args()
-    args.total_epochs = args.total_epochs if args.epochs is None else args.epochs
+    parser.set_defaults(**dict.fromkeys(vars(args)))  # what is not None without them was given
+    args.given = [name for name, value in vars(parser.parse_args()).items() if value is not None]
+    if args.epochs is not None:
+        args.total_epochs = args.epochs
+        args.given.append("total_epochs")
     args.device = "cpu" if args.no_cuda else args.device
     args.model = args.model or DEFAULT_MODEL[args.dataset]
     args.device = devices[0] if args.device == "auto" else args.device
@@ -608,6 +697,8 @@ def parse_args() -> argparse.Namespace:
     find_ranks(parser, args)
     if args.backend == "auto":
         args.backend = dist.get_default_backend_for_device(args.device)
+        if not dist.is_backend_available(args.backend):  # on Windows there is no NCCL
+            args.backend = "gloo"
     serves = dist.Backend.backend_capability.get(args.backend, [])
     if args.device not in serves or not dist.is_backend_available(args.backend):
         parser.error(f"--backend {args.backend} does not work on {args.device} here: use auto")
@@ -620,7 +711,8 @@ def parse_args() -> argparse.Namespace:
         parser.error("--sync-bn needs an accelerator: leave it out on a CPU")
     if args.compile and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++", "cl"))):
         parser.error("--compile needs a C++ compiler: install g++, or leave it out")
-    from_0 = ("lr", "momentum", "seed", "log_interval", "rank", "local_rank", "node_rank")
+    from_0 = ("lr", "momentum", "seed", "log_interval", "num_workers")
+    from_0 += ("rank", "local_rank", "node_rank")
     for name, value in vars(args).items():
         low = 0 if name in from_0 else 1
         if type(value) in (int, float) and not low <= value < 2**32:
@@ -636,26 +728,45 @@ def parse_args() -> argparse.Namespace:
 def main(args: argparse.Namespace, stop: torch.Tensor) -> None:
     start, rank, world_size = time.perf_counter(), args.rank, args.world_size
     device = ddp_setup(args)
-    train_set, test_set, model, optimizer = load_train_objs(args)
-    set_seed(args.seed, rank, args.deterministic)  # from here on each rank draws its own
+    run = agree_on_run()
+    snapshot = find_snapshot(args, run)
+    line = "total_epochs: {total_epochs}, save_every: {save_every}, batch_size: {batch_size}"
+    log(line.format(**vars(args)))
+    train_set, test_set, model, optimizer, schedule = load_train_objs(args, device)
+    set_seed(args.seed, rank)  # from here on each rank draws its own
     batch_size = args.batch_size * args.accumulate
     train_sampler = ShardedBatchSampler(train_set, batch_size, world_size, rank, args.seed)
+    together = 1 if args.sync_bn else world_size
+    check_batch_norm(model, train_sampler.sizes()[0] // together // args.accumulate)
     shard = range(rank, len(test_set), world_size)  # no padding: every sample counts once
     test_sampler = BatchSampler(shard, args.test_batch_size, drop_last=False)
-    train_data = prepare_dataloader(train_set, train_sampler, device)
-    test_data = prepare_dataloader(test_set, test_sampler, device)
-    trainer = Trainer(model, train_data, test_data, optimizer, device, stop, args)
+    train_data = prepare_dataloader(train_set, train_sampler, device, args.num_workers)
+    test_data = prepare_dataloader(test_set, test_sampler, device, args.num_workers)
+    objs = (model, train_data, test_data, optimizer, schedule)
+    trainer = Trainer(*objs, device, snapshot, run, stop, args)
     catch_stop_signals(stop)
     if args.check:
         check(trainer)
     else:
         trainer.train(args.total_epochs)
-    dist.barrier()  # rank 0 may still be saving, and the first process that ends ends the others
     if not trainer.stopped:
         log(f"Total time: {time.perf_counter() - start:.3f}s")
     dist.destroy_process_group()
-    # After a stop the shells' number for a signal: not done yet.
-    leave(128 + trainer.stopped if trainer.stopped else 0)
+    if trainer.stopped:
+        sys.exit(128 + trainer.stopped)  # the shells' number for a signal: not done yet
+
+
+def is_lost_peer(error: RuntimeError) -> bool:
+    # By what gloo, NCCL and the store say when a peer has gone. All else is this rank's own fault.
+    said = ("closed by peer", "reset by peer", "Broken pipe", "Timed out waiting", "pair closure")
+    said += ("remote process exit", "collective operation timeout", "but store->get(")
+    store_failed = isinstance(error, (dist.DistNetworkError, dist.DistStoreError))
+    return store_failed or any(words in str(error) for words in said)
+
+
+def one_line(error: Exception) -> str:
+    # NCCL names the cause in a later line than the first. The C++ frames come last.
+    return " ".join(str(error).split("Exception raised from")[0].split())
 
 
 @record  # without it torchrun's report has no traceback
@@ -666,12 +777,10 @@ def run(args: argparse.Namespace, stop: torch.Tensor) -> None:
         sys.exit(f"error: {error}")
     except RuntimeError as error:
         # When a rank fails, the others lose it. Let torchrun report the one, not the others.
-        if "gloo" not in str(error) and not isinstance(error, dist.DistError):
+        if not is_lost_peer(error):
             raise
-        reason = str(error).splitlines()[0]
-        sys.exit(
-            f"error: rank {args.rank} has lost the others, look there for the cause ({reason})"
-        )
+        line = f"error: rank {args.rank} has lost the others, look there for the cause"
+        sys.exit(f"{line} ({one_line(error)})")
 
 
 def run_rank(local_rank: int, args: argparse.Namespace, stop: torch.Tensor) -> None:
@@ -687,8 +796,12 @@ def spawn(args: argparse.Namespace, stop: torch.Tensor) -> None:
         context = mp.spawn(run_rank, (args, stop), args.nproc_per_node, join=False)
         processes = context.processes
         catch_stop_signals(stop)  # shared memory: what one process hears, all hear
-        while not context.join(grace_period=5):
-            pass
+        seconds = 0  # since a stop was asked for
+        while not context.join(timeout=1, grace_period=5):
+            seconds += stop.item() > 0
+            if seconds > PATIENCE:
+                log("error: not all ranks stopped: --resume goes on from the last snapshot")
+                sys.exit(128 + stop.item())
     except mp.ProcessExitedException as error:
         if error.exit_code > 0:  # its last words are on the screen
             sys.exit(error.exit_code)
@@ -700,9 +813,6 @@ def spawn(args: argparse.Namespace, stop: torch.Tensor) -> None:
 
 if __name__ == "__main__":
     args = parse_args()
-    line = "total_epochs: {total_epochs}, save_every: {save_every}, batch_size: {batch_size}"
-    if args.rank == 0:
-        log(line.format(**vars(args)))
     try:
         launch = run if args.nnodes is None else spawn
         launch(args, stop=torch.zeros((), dtype=torch.int32))

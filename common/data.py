@@ -1,17 +1,22 @@
 """Data sets as uint8 tensors in memory, fetched a batch at a time, and who trains on what.
 
 `load_dataset` gives (train, test). `digits`, the default, is generated and needs no download;
-the others come through torchvision. `ShardedBatchSampler` deals an epoch's samples to the ranks.
+the others come through torchvision. `ShardedBatchSampler` deals an epoch's samples to the ranks,
+and `Batches` fetches them, from any map-style data set.
 """
 
 import contextlib
 import importlib
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils.data import Dataset, DistributedSampler, default_collate
+from torch.utils._pytree import tree_map
+from torch.utils.data import Dataset, DistributedSampler, default_collate, get_worker_info
+
+from common.seed import set_seed
 
 DATASETS = ("digits", "mnist", "fashion-mnist", "cifar10")
 
@@ -76,24 +81,56 @@ class ImageDataset(Dataset):
         return self
 
 
-def collate(batch: tuple | list) -> tuple | list:
-    """Pass on what `__getitems__` fetched as a batch; stack the samples of any other data set."""
-    return batch if isinstance(batch, tuple) else default_collate(batch)
+class Batches(Dataset):
+    """Any map-style data set, asked for a batch at a time; every batch has the same structure.
+
+    For `DataLoader(Batches(dataset), sampler=..., batch_size=None)`, with a sampler that yields
+    lists of indices. A data set that defines `__getitems__(indices)` is asked once a batch, and
+    may return a tuple, which is the batch; all else is stacked by torch's `default_collate`.
+
+    In a loader's worker process every batch draws from a seed of its own, made of the loader's for
+    this epoch and the batch's first index: random augmentation differs by rank, epoch and sample,
+    does not depend on the number of workers, and goes on exactly where a run was stopped.
+    """
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, indices: list[int]) -> Any:
+        """The batch of these samples, (B, ...) each; B may be 0, where a rank has no sample."""
+        if not indices:
+            return tree_map(lambda values: values[:0], self[[0]])
+        worker = get_worker_info()
+        if worker:
+            set_seed(worker.seed - worker.id + indices[0])
+        if hasattr(self.dataset, "__getitems__"):
+            batch = self.dataset.__getitems__(indices)
+        else:
+            batch = [self.dataset[index] for index in indices]
+        return batch if isinstance(batch, tuple) else default_collate(batch)
 
 
 class ShardedBatchSampler(DistributedSampler):
     """Deals each epoch's permutation to the ranks, one global batch after the other.
 
     The permutation is DistributedSampler's own, randperm seeded with `seed + epoch`, and so is
-    the rule: of each window of `num_replicas * batch_size` samples, rank r takes every
-    `num_replicas`-th from the r-th on. Joined over the ranks, step k is therefore the same set
-    of samples at any number of processes. What differs from DistributedSampler + BatchSampler:
+    the rule: of each global batch rank r takes every `num_replicas`-th sample from the r-th on.
+    Joined over the ranks, step k is therefore the same set of samples at any number of
+    processes. What differs from DistributedSampler + BatchSampler:
 
-    - Nothing is padded or dropped. The last window may be shared out unevenly, by one sample, or
-      leave a rank with an empty batch; every rank takes the same number of steps all the same,
-      as collectives need. Weigh the loss by the size of the whole window.
+    - Nothing is padded or dropped. Instead of a short batch at its end, an epoch has global
+      batches of one size, to within one sample: 97 samples in batches of at most 32 are 24, 24,
+      24 and 25. The ranks' shares of one differ by one sample at the most. A rank gets none
+      where a global batch has fewer samples than there are ranks; it takes the step all the
+      same, as collectives need. Weigh the loss by the size of the global batch: `sizes`.
     - An epoch can be entered in the middle, at another number of processes too.
-    - It yields int64 tensors (B,), whole batches, for `DataLoader(batch_sampler=...)`.
+    - It yields lists of indices, whole batches, for `DataLoader(sampler=..., batch_size=None)`.
+
+    Raises:
+        DataError: the data set is empty.
 
     https://docs.pytorch.org/docs/stable/data.html#torch.utils.data.distributed.DistributedSampler
     """
@@ -101,6 +138,8 @@ class ShardedBatchSampler(DistributedSampler):
     def __init__(
         self, dataset: Dataset, batch_size: int, num_replicas: int, rank: int, seed: int
     ) -> None:
+        if len(dataset) == 0:
+            raise DataError("the training set is empty: look at what loads it")
         super().__init__(dataset, num_replicas=num_replicas, rank=rank, seed=seed)
         self.global_batch = batch_size * num_replicas
         self.start = 0
@@ -110,11 +149,18 @@ class ShardedBatchSampler(DistributedSampler):
         super().set_epoch(epoch)
         self.start = start
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
+    def sizes(self) -> list[int]:
+        """The number of samples of each global batch to come, over all ranks."""
+        steps = len(self)
+        size, larger = divmod(len(self.dataset) - self.start, max(steps, 1))
+        # The smaller ones first: what cannot train on them fails at the first step, not the last.
+        return [size] * (steps - larger) + [size + 1] * larger
+
+    def __iter__(self) -> Iterator[list[int]]:
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         order = torch.randperm(len(self.dataset), generator=generator)
-        for first in range(self.start, len(order), self.global_batch):
-            yield order[first : first + self.global_batch][self.rank :: self.num_replicas]
+        for window in order[self.start :].split(self.sizes()):
+            yield window[self.rank :: self.num_replicas].tolist()
 
     def __len__(self) -> int:
         return len(range(self.start, len(self.dataset), self.global_batch))

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from common.data import import_torchvision
+from common.data import DataError, import_torchvision
 
 
 class MLP(nn.Module):
@@ -89,8 +89,8 @@ class LeNet(nn.Module):
 def resnet18(channels: int = 3, size: int = 32, classes: int = 10) -> nn.Module:
     """torchvision's ResNet-18, untrained, for 1 or 3 channels: the model with BatchNorm.
 
-    Its last feature map is 1x1 for images of up to 32x32, so BatchNorm needs two samples or more
-    a process and step. Any `size` will do. https://arxiv.org/abs/1512.03385
+    Its last feature map is 1x1 for images of up to 32x32: see `check_batch_norm`. Any `size` will
+    do. https://arxiv.org/abs/1512.03385
 
     Raises:
         DataError: torchvision is missing or does not match torch.
@@ -114,3 +114,23 @@ def build_model(name: str, image_shape: tuple[int, int, int]) -> nn.Module:
     """A model of `MODELS` for images of shape (C, size, size), weights drawn from torch's RNG."""
     channels, size, _ = image_shape
     return MODELS[name](channels, size)
+
+
+def check_batch_norm(model: nn.Module, smallest: int) -> None:
+    """Refuse to train BatchNorm where a process may get a single sample at a time.
+
+    It normalises by the mean and variance of what a process has in one forward pass; those of one
+    sample are none, and where feature maps are 1x1 torch raises, if need be at an epoch's end.
+
+    Args:
+        smallest: samples of the smallest forward pass of any process.
+
+    Raises:
+        DataError: `model` has BatchNorm, and `smallest` is below 2.
+    """
+    batch_norm = nn.modules.batchnorm._BatchNorm
+    if smallest < 2 and any(isinstance(module, batch_norm) for module in model.modules()):
+        raise DataError(
+            f"BatchNorm needs 2 samples or more a process at a time, and the smallest batch has "
+            f"{smallest}: use a larger --batch-size, or fewer processes"
+        )
