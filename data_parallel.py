@@ -34,7 +34,14 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 from tqdm import tqdm
 
-from common.data import DATASETS, Batches, DataError, ShardedBatchSampler, load_dataset
+from common.data import (
+    DATASETS,
+    Batches,
+    DataError,
+    ShardedBatchSampler,
+    load_dataset,
+    obey_only_the_rank,
+)
 from common.model import DEFAULT_MODEL, MODELS, build_model, check_batch_norm
 from common.seed import get_rng_state, set_rng_state, set_seed, use_deterministic_kernels
 
@@ -250,6 +257,7 @@ def prepare_dataloader(
         batch_size=None,  # the sampler gives whole batches
         num_workers=num_workers,
         multiprocessing_context="fork" if fork else None,
+        worker_init_fn=obey_only_the_rank,
         pin_memory=device.type not in ("cpu", "mps"),
         generator=torch.Generator(),  # its own, so that it draws nothing from the model's
     )

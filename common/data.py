@@ -7,13 +7,16 @@ and `Batches` fetches them, from any map-style data set.
 
 import contextlib
 import importlib
+import os
+import signal
+import threading
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import Dataset, DistributedSampler, default_collate, get_worker_info
 
 from common.seed import set_seed
@@ -102,7 +105,7 @@ class Batches(Dataset):
     def __getitem__(self, indices: list[int]) -> Any:
         """The batch of these samples, (B, ...) each; B may be 0, where a rank has no sample."""
         if not indices:
-            return tree_map(lambda values: values[:0], self[[0]])
+            return tree_map_only(torch.Tensor, lambda tensor: tensor[:0], self[[0]])
         worker = get_worker_info()
         if worker:
             set_seed(worker.seed - worker.id + indices[0])
@@ -111,6 +114,25 @@ class Batches(Dataset):
         else:
             batch = [self.dataset[index] for index in indices]
         return batch if isinstance(batch, tuple) else default_collate(batch)
+
+
+def obey_only_the_rank(worker_id: int) -> None:
+    """For `DataLoader(worker_init_fn=...)`: only the process that uses a worker may end it.
+
+    A scheduler's SIGTERM and Ctrl-C reach all processes of a job. Workers that end by them take
+    their rank down before it can save. On Linux: elsewhere a worker cannot tell who has sent a
+    signal, and this does nothing.
+    """
+    if not hasattr(signal, "sigwaitinfo"):
+        return
+
+    def wait() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+            pass
+        os._exit(0)
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    threading.Thread(target=wait, daemon=True).start()
 
 
 class ShardedBatchSampler(DistributedSampler):

@@ -1,5 +1,6 @@
 """common/: the models, the data sets, who gets which sample, and the seeds."""
 
+import contextlib
 import hashlib
 import io
 import os
@@ -13,11 +14,18 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT, idx_files
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    Subset,
+    TensorDataset,
+)
 
-from common.data import ShardedBatchSampler, collate, load_dataset, make_digits
-from common.model import DEFAULT_MODEL, MODELS, build_model
-from common.seed import get_rng_state, set_rng_state, set_seed
+from common.data import Batches, DataError, ShardedBatchSampler, load_dataset, make_digits
+from common.model import DEFAULT_MODEL, MODELS, build_model, check_batch_norm
+from common.seed import get_rng_state, set_rng_state, set_seed, use_deterministic_kernels
 
 
 @pytest.fixture(scope="module")
@@ -125,12 +133,62 @@ def test_batches_are_normalised_as_torchvision_does(tmp_path):
         assert torch.equal(train[index][0], image) and train[index][1] == target
 
 
-def test_collate_serves_any_dataset(digits):
+class Plain(Dataset):
+    """As tutorials write them: no __getitems__, a dictionary, Python's own numbers."""
+
+    def __init__(self, count: int) -> None:
+        self.samples = {index: index / 2 for index in range(count)}  # no tensor is a key in it
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[dict[str, torch.Tensor], int]:
+        return {"half": torch.tensor([self.samples[index]]), "name": f"sample {index}"}, index
+
+
+def test_batches_of_any_dataset(digits):
     sampler = BatchSampler(range(10), 4, drop_last=False)
-    plain = TensorDataset(torch.arange(10.0), torch.arange(10))
-    for dataset in (digits[1], plain):
-        loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=collate)
+    pairs = TensorDataset(torch.arange(10.0), torch.arange(10))
+    for dataset in (digits[1], pairs, Subset(pairs, range(10)), Plain(10)):
+        loader = DataLoader(Batches(dataset), sampler=sampler, batch_size=None)
         assert [len(targets) for _, targets in loader] == [4, 4, 2]
+        source, targets = Batches(dataset)[[7, 3]]
+        if dataset is not digits[1]:
+            assert targets.tolist() == [7, 3]
+        none, no_targets = Batches(dataset)[[]]
+        assert type(none) is type(source) and no_targets.shape == (0,)
+        assert no_targets.dtype == targets.dtype
+    assert source["half"].tolist() == [[3.5], [1.5]] and source["name"] == ["sample 7", "sample 3"]
+    assert none["half"].shape == (0, 1)
+
+
+@pytest.mark.parametrize("count", [1, 5, 31, 32, 33, 65, 97, 12_000])
+@pytest.mark.parametrize("batch_size", [1, 2, 7, 32])
+def test_global_batches_are_even_and_go_on_as_they_began(count, batch_size):
+    for world_size in (1, 2, 3):
+        sampler = ShardedBatchSampler(range(count), batch_size, world_size, 0, seed=1)
+        sizes = sampler.sizes()
+        limit = batch_size * world_size
+        assert sum(sizes) == count and len(sizes) == len(sampler) == -(-count // limit)
+        assert sizes == sorted(sizes) and sizes[-1] - sizes[0] <= 1 and sizes[-1] <= limit
+        seen = 0
+        for step, size in enumerate(sizes, start=1):  # resumed after any step: the same ones
+            seen += size
+            if step in (1, 2, len(sizes) // 2, len(sizes)):
+                sampler.set_epoch(0, start=seen)
+                assert sampler.sizes() == sizes[step:]
+
+
+def test_an_empty_training_set_is_refused():
+    with pytest.raises(DataError, match="the training set is empty"):
+        ShardedBatchSampler([], 32, 2, 0, seed=1)
+
+
+def test_batchnorm_of_single_samples_is_refused():
+    check_batch_norm(build_model("mlp", (1, 28, 28)), 1)
+    check_batch_norm(build_model("resnet18", (1, 28, 28)), 2)
+    with pytest.raises(DataError, match=r"BatchNorm needs 2 samples .* the smallest batch has 1:"):
+        check_batch_norm(build_model("resnet18", (1, 28, 28)), 1)
 
 
 @pytest.mark.parametrize("count", [1, 7, 64, 100, 257])
@@ -149,10 +207,11 @@ def test_sampler_deals_every_sample_once(count, world_size, start):
         assert {len(shard) for shard in shards} == {len(samplers[0])}  # as many steps on all ranks
         generator = torch.Generator().manual_seed(42 + epoch)
         order = torch.randperm(count, generator=generator).tolist()[start:]
-        window = batch_size * world_size
-        for step in range(len(samplers[0])):
-            dealt = [index for shard in shards for index in shard[step].tolist()]
-            assert sorted(dealt) == sorted(order[step * window : (step + 1) * window])
+        first = 0
+        for step, size in enumerate(samplers[0].sizes()):
+            dealt = [index for shard in shards for index in shard[step]]
+            assert sorted(dealt) == sorted(order[first : first + size])
+            first += size
             sizes = [len(shard[step]) for shard in shards]
             assert max(sizes) - min(sizes) <= 1
         assert len(order) < 32 or order != previous
@@ -167,7 +226,7 @@ def test_sampler_has_distributed_samplers_order():
         for epoch in (0, 5):
             ours.set_epoch(epoch)
             theirs.set_epoch(epoch)
-            assert torch.cat(list(ours)).tolist() == list(theirs)
+            assert [index for batch in ours for index in batch] == list(theirs)
 
 
 def draw() -> tuple:
@@ -196,10 +255,53 @@ def test_rng_state_survives_a_snapshot_that_is_loaded_safely():
     assert draw() == expected
 
 
-def test_deterministic_kernels_are_optional():
+class FakeDevice:
+    """Two accelerators' generators; torch.get_device_module gives a module, and this one."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.generators, self.current = [torch.Generator(), torch.Generator()], 0
+        monkeypatch.setattr(torch, "get_device_module", lambda device: self)
+        monkeypatch.setattr(torch.accelerator, "device_index", self.device_index)
+
+    @contextlib.contextmanager
+    def device_index(self, index):
+        before, self.current = self.current, index
+        yield
+        self.current = before
+
+    def manual_seed(self, seed):
+        self.generators[self.current].manual_seed(seed)
+
+    def get_rng_state(self, device):
+        return self.generators[device.index].get_state()
+
+    def set_rng_state(self, state, device):
+        self.generators[device.index].set_state(state)
+
+    def draw(self) -> list[list[float]]:
+        return [torch.rand(3, generator=generator).tolist() for generator in self.generators]
+
+
+def test_each_device_of_a_process_draws_its_own_and_is_restored(monkeypatch):
+    fake, devices = FakeDevice(monkeypatch), [torch.device("cuda", i) for i in (0, 1)]
+    set_seed(7, devices=devices)
+    first, second = fake.draw()
+    assert first != second
+    assert first == torch.rand(3, generator=torch.Generator().manual_seed(7)).tolist()
+    state = get_rng_state(*devices)
+    expected = fake.draw()
+    set_rng_state(state, *devices)
+    assert fake.draw() == expected
+    set_rng_state(get_rng_state(devices[0]), *devices)  # of a run on one device: for the first one
+    set_rng_state(state, torch.device("xpu", 0))  # another type keeps its own
+
+
+def test_deterministic_kernels():
+    use = use_deterministic_kernels.__name__
     code = (
-        "import torch; from common.seed import set_seed\n"
-        "set_seed(1); assert not torch.are_deterministic_algorithms_enabled()\n"
-        "set_seed(1, deterministic=True); assert torch.are_deterministic_algorithms_enabled()"
+        f"import os, torch; from common.seed import {use}\n"
+        f"assert not torch.are_deterministic_algorithms_enabled()\n"
+        f"{use}(); assert torch.are_deterministic_algorithms_enabled()\n"
+        f"assert os.environ['CUBLAS_WORKSPACE_CONFIG'] and not torch.backends.cudnn.benchmark"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
