@@ -89,7 +89,7 @@ class Trainer:
 
     def _run_batch(self, source: torch.Tensor, targets: torch.Tensor, count: int) -> torch.Tensor:
         self.optimizer.zero_grad()
-        output = self.model(source)
+        output = self.model(source)  # load your inputs
         # On the gathered outputs: a mean of per-device means is wrong where chunks are uneven.
         loss = F.cross_entropy(output, targets, reduction="sum")  # load your loss
         (loss / count).backward()
@@ -127,7 +127,7 @@ class Trainer:
         for source, targets in self.test_data:
             source = source.to(self.device, non_blocking=self.pinned)  # load your inputs
             targets = targets.to(self.device, non_blocking=self.pinned)
-            output = self.model(source)
+            output = self.model(source)  # load your inputs
             loss_sum += F.cross_entropy(output, targets, reduction="sum")  # load your loss
             correct += (output.argmax(dim=1) == targets).sum()  # load your metric
         return loss_sum, correct

@@ -104,7 +104,7 @@ class Trainer:
 
     def _run_batch(self, source: torch.Tensor, targets: torch.Tensor, count: int) -> torch.Tensor:
         self.optimizer.zero_grad()
-        output = self.model(source)
+        output = self.model(source)  # load your inputs
         loss = F.cross_entropy(output, targets, reduction="sum")  # load your loss
         # DDP averages over the ranks: this makes it the mean over the global batch of `count`,
         # also for the last one of an epoch, which may be shared out unevenly.
@@ -158,7 +158,8 @@ class Trainer:
         for source, targets in self.test_data:
             source = source.to(self.device, non_blocking=self.pinned)  # load your inputs
             targets = targets.to(self.device, non_blocking=self.pinned)
-            output = self.model.module(source)  # shards differ in length: no collectives
+            # Shards differ in length, so not through DDP: no collectives here.
+            output = self.model.module(source)  # load your inputs
             loss_sum += F.cross_entropy(output, targets, reduction="sum")  # load your loss
             correct += (output.argmax(dim=1) == targets).sum()  # load your metric
         return loss_sum, correct

@@ -120,13 +120,14 @@ class Trainer:
         self.optimizer.zero_grad()
         loss_sum = torch.zeros((), device=self.device)
         parts = self.args.accumulate  # on every rank as many, also where shares are uneven
-        micro_batches = zip(source.tensor_split(parts), targets.tensor_split(parts), strict=True)
+        sources = source.tensor_split(parts)  # load your inputs
+        micro_batches = zip(sources, targets.tensor_split(parts), strict=True)
         for number, (source, targets) in enumerate(micro_batches, start=1):
             # Gradients add up locally; the last backward pass all-reduces the sum.
             last = number == parts
             with contextlib.nullcontext() if last else self.model.no_sync():
                 with self.autocast:
-                    output = self.model(source)
+                    output = self.model(source)  # load your inputs
                     loss = F.cross_entropy(output, targets, reduction="sum")  # load your loss
                 # DDP averages over the ranks: this makes it the mean over the global batch of
                 # `count`, also for the last one of an epoch, which may be shared out unevenly.
@@ -184,7 +185,8 @@ class Trainer:
             source = source.to(self.device, non_blocking=self.pinned)  # load your inputs
             targets = targets.to(self.device, non_blocking=self.pinned)
             with self.autocast:
-                output = self.model.module(source)  # shards differ in length: no collectives
+                # Shards differ in length, so not through DDP: no collectives here.
+                output = self.model.module(source)  # load your inputs
                 loss_sum += F.cross_entropy(output, targets, reduction="sum")  # load your loss
             correct += (output.argmax(dim=1) == targets).sum()  # load your metric
         return loss_sum, correct

@@ -78,7 +78,7 @@ class Trainer:
 
     def _run_batch(self, source: torch.Tensor, targets: torch.Tensor, count: int) -> torch.Tensor:
         self.optimizer.zero_grad()
-        output = self.model(source)
+        output = self.model(source)  # load your inputs
         loss = F.cross_entropy(output, targets, reduction="sum")  # load your loss
         (loss / count).backward()
         self.optimizer.step()
@@ -115,7 +115,7 @@ class Trainer:
         for source, targets in self.test_data:
             source = source.to(self.device, non_blocking=self.pinned)  # load your inputs
             targets = targets.to(self.device, non_blocking=self.pinned)
-            output = self.model(source)
+            output = self.model(source)  # load your inputs
             loss_sum += F.cross_entropy(output, targets, reduction="sum")  # load your loss
             correct += (output.argmax(dim=1) == targets).sum()  # load your metric
         return loss_sum, correct

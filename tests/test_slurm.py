@@ -107,6 +107,22 @@ def test_term_saves_and_ends_the_job(project, whole):
     assert not same_bytes(snapshot, project.snapshot(whole[0]))
 
 
+@pytest.mark.parametrize("cpus, threads, complaint", [(7, 1, True), (8, 1, False), (64, 8, False)])
+def test_a_node_with_fewer_cpus_than_processes(tmp_path, cpus, threads, complaint):
+    """The batch script alone, with another scontrol and another srun."""
+    for name, line in (("scontrol", "echo a; echo b"), ("srun", 'echo "$OMP_NUM_THREADS $*"')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": 7, "SLURM_JOB_NODELIST": "[a-b]", "SLURM_JOB_NUM_NODES": 2}
+    job |= {"SLURM_GPUS_ON_NODE": 8, "SLURM_CPUS_PER_TASK": cpus}
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"} | {k: str(v) for k, v in job.items()}
+    script = ["bash", str(ROOT / "slurm" / "multinode.sbatch"), "50"]
+    done = subprocess.run(script, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"{threads} ") and "--nproc_per_node=8" in done.stdout
+    line = f"{cpus} CPUs a node for 8 processes: raise --cpus-per-task\n"
+    assert done.stderr == (line if complaint else "")
+
+
 def test_a_worker_that_fails_fails_the_job(project):
     job = project.sbatch(2, *project.options, LADDER_RAISE="1:5", MAX_RESTARTS=0)
     assert project.slurm.wait(job) == "FAILED" and project.slurm.exit_code(job) > 0
