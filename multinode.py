@@ -397,7 +397,8 @@ def join(args: argparse.Namespace, address: str) -> dist.Store | None:
             report += 10
             log(f"[rank {rank}] still waiting for {missing}")
         time.sleep(0.1)
-    if "LOCAL_RANK" not in os.environ and "SLURM_LOCALID" not in os.environ:
+    # With --nnodes, LOCAL_RANK or srun it is known who shares this host; now it is for all.
+    if args.nnodes is None and not {"LOCAL_RANK", "SLURM_LOCALID"} & os.environ.keys():
         hosts = [store.get(f"host of {other}") for other in range(world_size)]
         args.local_rank = hosts[:rank].count(hosts[rank])
         args.local_world_size = hosts.count(hosts[rank])

@@ -38,7 +38,7 @@ def main(rank: int, world_size: int, args: argparse.Namespace) -> None:
             torch.set_num_threads(max(1, torch.get_num_threads() // world_size))
         os.environ.setdefault("MASTER_ADDR", "localhost")
         os.environ.setdefault("MASTER_PORT", "12355")
-        backend = "gloo" if args.device == "cpu" else "nccl"
+        backend = dist.get_default_backend_for_device(args.device)
         dist.init_process_group(backend, rank=rank, world_size=world_size)
     if args.device != "cpu":
         torch.accelerator.set_device_index(rank % torch.accelerator.device_count())

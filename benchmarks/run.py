@@ -54,6 +54,8 @@ except ImportError:  # it needs pytest
 
 STEP = re.compile(r"\[[A-Z]+0\] Epoch 0 \| Batchsize: \d+ \| Steps: \d+")
 EPOCH = re.compile(r"^Epoch \d+ \|.* Accuracy: \d+/\d+ \((\S+)%\) \| (\d+) samples/s$", re.M)
+# With tests/site on PYTHONPATH: no program finds an accelerator, whatever the machine has.
+CPU_ONLY = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "LADDER_CPU": "1"}
 LIMIT = 240  # seconds for one run
 LOCAL = 12_288  # samples of an epoch: a whole number of batches of 256 for 1, 2 and 4 processes
 
@@ -90,8 +92,10 @@ CONTESTANTS = {
         "ddp_spawn.py",
         edit=("momentum=args.momentum)", "momentum=args.momentum, fused=True)"),
     ),
-    "DDP's own buckets": Contestant(
-        "spawn", "ddp_spawn.py", edit=("(None, 100) if", "(None, None) if")
+    "one bucket for all gradients": Contestant(
+        "spawn",
+        "ddp_spawn.py",
+        edit=("gradient_as_bucket_view=True", "gradient_as_bucket_view=True, bucket_cap_mb=100"),
     ),
     "gradients copied to the buckets": Contestant(
         "spawn", "ddp_spawn.py", edit=(", gradient_as_bucket_view=True", "")
@@ -102,10 +106,7 @@ CONTESTANTS = {
     "samples fetched one at a time": Contestant(
         "spawn",
         "ddp_spawn.py",
-        edit=(
-            "    return DataLoader(\n        dataset,",
-            "    return DataLoader(\n        torch.utils.data.ConcatDataset([dataset]),",
-        ),
+        edit=("Batches(dataset)", "Batches(torch.utils.data.ConcatDataset([dataset]))"),
     ),
     "all threads in each process": Contestant(
         "spawn",
@@ -365,11 +366,13 @@ def environment(contestant: Contestant, case: Case) -> dict[str, str]:
     """The user's, without what would decide for the contestants."""
     ours = "OMP_NUM_THREADS MASTER_ADDR GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME RANK WORLD_SIZE"
     env = {name: value for name, value in os.environ.items() if name not in ours.split()}
-    env |= {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "MASTER_PORT": str(free_port())}
+    path = os.pathsep.join((str(ROOT), str(ROOT / "tests" / "site")))
+    env |= {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "MASTER_PORT": str(free_port())}
+    if case.device == "cpu":
+        env |= CPU_ONLY
     if contestant.one_thread or case.hosts:
         env["OMP_NUM_THREADS"] = "1"
     if case.dataset == "cifar10":  # torchvision knows the real files' checksums
-        env["PYTHONPATH"] += f"{os.pathsep}{ROOT / 'tests' / 'site'}"
         env["LADDER_MD5"] = "skip"
     return env
 
@@ -490,8 +493,11 @@ def split_step(script: str, options: list[str], device: str, batch: int, data: P
     command += ["--batch-size", str(batch)]
     what = " ".join([f"{script}.py", *options])
     split = {"what": what, "device": device, "batch": batch}
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "tests" / "site")}
+    if device == "cpu":
+        env |= CPU_ONLY
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
     if found := re.search(r"^split: (\{.*\})$", done.stdout, re.M):
         return split | json.loads(found[1])
     return split | {"error": (done.stderr.strip().splitlines() or ["no output"])[-1]}

@@ -22,10 +22,10 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from common.model import build_model
 
 
-def ddp_setup(rank: int, world_size: int) -> None:
+def ddp_setup(rank: int, world_size: int, device: str) -> None:
     os.environ.setdefault("MASTER_ADDR", "localhost")
     os.environ.setdefault("MASTER_PORT", "12355")
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, rank=rank, world_size=world_size)
 
 
@@ -83,7 +83,7 @@ def main(rank: int, world_size: int, args: argparse.Namespace) -> None:
     if args.device != "cpu":
         torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
     if world_size > 1:
-        ddp_setup(rank, world_size)
+        ddp_setup(rank, world_size, args.device)
     Trainer(args, rank).train(args.total_epochs)
     if world_size > 1:
         dist.destroy_process_group()

@@ -1,5 +1,6 @@
 """Running the real command lines: each in a session of its own, watched for what it leaves."""
 
+import functools
 import importlib
 import os
 import re
@@ -10,14 +11,19 @@ import sys
 import time
 import uuid
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 
 ROOT = Path(__file__).resolve().parent.parent
 SITE = ROOT / "tests" / "site"
 sys.path.insert(0, str(ROOT))
+
+from common.data import make_digits  # noqa: E402
 
 SCRIPTS = ("single_gpu.py", "data_parallel.py", "ddp_spawn.py", "ddp_torchrun.py", "multinode.py")
 # Standalone: its own port, also where torchrun's default is a fixed one (before torch 2.9).
@@ -28,15 +34,40 @@ EPOCH = re.compile(
     re.M,
 )
 
+machine = pytest.MonkeyPatch()  # holds back what the machine has, while the CPU's tests run
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures of any scope: some of them start jobs, too
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """On any machine, tests marked gpu find its accelerators, and all others find none."""
+    machine.undo()
+    if item.get_closest_marker("gpu"):
+        return
+    # For the processes that tests start, in whatever way: sitecustomize.py has the rest.
+    machine.setenv("CUDA_VISIBLE_DEVICES", "")
+    machine.setenv("HIP_VISIBLE_DEVICES", "")
+    machine.setenv("LADDER_CPU", "1")
+    machine.setenv("PYTHONPATH", str(SITE), prepend=os.pathsep)
+    # For this process, which has torch already.
+    found = torch.accelerator.current_accelerator()
+    own = [torch.get_device_module(found)] if found else []
+    for module in (torch.accelerator, *own):
+        machine.setattr(module, "is_available", lambda: False)
+        machine.setattr(module, "device_count", lambda: 0)
+    # torch.compile looks for what functools.cache leaves in this one.
+    machine.setattr(torch.backends.mps, "is_available", functools.cache(lambda: False))
+
 
 class Job:
     """A script that was started; `finish` waits for it and checks that no process is left."""
 
     def __init__(self, command: list[str], folder: Path, env: dict[str, str]) -> None:
         self.mark = uuid.uuid4().hex
-        # One thread a process, as tests run side by side; an empty variable is one that is not set.
+        # One thread a process, as tests run side by side; an empty variable in `env` is one that
+        # is not set.
         env = {"OMP_NUM_THREADS": "1", **env, "LADDER_MARK": self.mark, "PYTHONUNBUFFERED": "1"}
-        env = {name: value for name, value in {**os.environ, **env}.items() if value}
+        unset = {name for name, value in env.items() if not value}
+        env = {name: value for name, value in {**os.environ, **env}.items() if name not in unset}
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(SITE), env.get("PYTHONPATH"))))
         self.folder, self.output = folder, folder / f"output-{self.mark}"
         with self.output.open("wb") as out:
@@ -151,7 +182,7 @@ def run(start):
 def parse(tmp_path, monkeypatch):
     """parse(script, *arguments) -> the script as a module, and what it makes of the arguments.
 
-    In the tests' own process, as on a machine without accelerators.
+    In the tests' own process, as on a machine without accelerators, also in a test marked gpu.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # as multinode.py does, for all that follows
@@ -163,6 +194,55 @@ def parse(tmp_path, monkeypatch):
         return module, module.parse_args()
 
     return parse
+
+
+@pytest.fixture
+def make(parse, monkeypatch):
+    """make(script, *arguments) -> the module, and the Trainer that its main() makes: of 40 digits,
+    and 10 to test on. `make.calls` is what main() does besides, in its order; `make.asked` are
+    load_dataset's arguments, `make.total_epochs` is train's."""
+    monkeypatch.setattr(mp, "parent_process", lambda: SimpleNamespace(is_alive=lambda: True))
+    data_parallel = sys.modules["torch.nn.parallel.data_parallel"]
+    monkeypatch.setattr(data_parallel, "_get_available_device_type", lambda: None)
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "lo")  # as the scripts do, for all that follows
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tests run side by side
+
+    def make(script: str, *arguments: object) -> tuple:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        module, args = parse(script, *arguments)
+        data, stop = (make_digits(40, 0), make_digits(10, 1)), torch.zeros((), dtype=torch.int32)
+        trainers, make.calls = [], []
+        with pytest.MonkeyPatch.context() as patch:
+            load_dataset = lambda *given: setattr(make, "asked", given) or data  # noqa: E731
+            patch.setattr(module, "load_dataset", load_dataset)
+            patch.setattr(module, "catch_stop_signals", lambda stop: None)
+            for name in ("barrier", "destroy_process_group"):
+                patch.setattr(dist, name, lambda name=name: make.calls.append(name))
+
+            def train(self: object, total_epochs: int) -> None:
+                make.total_epochs = total_epochs
+                trainers.append(self)
+                make.calls.append("train")
+
+            patch.setattr(module.Trainer, "train", train)
+            if script == "ddp_spawn.py":
+                args.nproc_per_node = 1  # and this process is it
+                done = SimpleNamespace(processes=[], join=lambda **_: True)
+                spawn = lambda main, objs, count, join: main(0, *objs) or done  # noqa: E731
+                patch.setattr(mp, "spawn", spawn)
+                patch.setattr(signal, "signal", lambda *_: None)
+                module.spawn(args, stop)
+            else:
+                module.main(args, stop)
+        return module, trainers[0]
+
+    yield make
+    torch.set_num_threads(threads)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture
@@ -198,7 +278,7 @@ def losses(text: str) -> list[float]:
 
 
 def load(path: Path) -> dict:
-    return torch.load(path, weights_only=True)
+    return torch.load(path, map_location="cpu", weights_only=True)  # maybe an accelerator's
 
 
 def same_bytes(a: dict, b: dict) -> bool:

@@ -1,5 +1,6 @@
 """benchmarks/: the harness runs, its edits fit the scripts, the page is that of its figures."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -58,6 +59,20 @@ def test_a_case_that_stops_at_the_first_step(tmp_path):
     ratio = times["single_gpu.py"] / times["tutorial"]
     assert f"| single_gpu.py | {times['single_gpu.py']:.1f} s |" in page.splitlines()[2]
     assert page.splitlines()[2].endswith(f"| {ratio:.2f} |")
+
+
+def test_the_cases_of_the_cpu_find_no_gpu(monkeypatch):
+    for name in harness.CPU_ONLY:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("LADDER_MACHINE", "2")  # it looks as if this one had two
+    case = next(case for case in harness.all_cases("cuda") if case.device == "cuda")
+    for device, expected in (("cuda", "True"), ("cpu", "False")):
+        env = harness.environment(
+            harness.CONTESTANTS["tutorial"], dataclasses.replace(case, device=device)
+        )
+        argv = [sys.executable, "-c", "import torch; print(torch.accelerator.is_available())"]
+        done = subprocess.run(argv, env=env, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == expected, device
 
 
 def test_a_contestant_that_fails_fails_the_run(tmp_path, monkeypatch):
@@ -152,7 +167,8 @@ def test_the_floor_accumulates(tmp_path):
     for batch, accumulate in ((32, 1), (32, 8), (256, 1)):
         argv = [sys.executable, str(ROOT / "benchmarks" / "floor.py"), "3", "--accumulate"]
         argv += [str(accumulate), "--batch-size", str(batch), "--data-dir", str(data)]
-        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        path = os.pathsep.join((str(ROOT), os.environ["PYTHONPATH"]))
+        env = {**os.environ, "PYTHONPATH": path}
         done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120)
         found = [float(accuracy) for accuracy, _ in harness.EPOCH.findall(done.stdout)]
         assert len(found) == 3, done.stdout + done.stderr

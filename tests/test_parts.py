@@ -11,7 +11,6 @@ import runpy
 import signal
 import socket
 import sys
-import uuid
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,49 +28,6 @@ CPU = torch.device("cpu")
 every_script = pytest.mark.parametrize("script", SCRIPTS)
 every_ddp_script = pytest.mark.parametrize("script", SCRIPTS[2:])
 every_torchrun_script = pytest.mark.parametrize("script", SCRIPTS[3:])
-
-
-@pytest.fixture
-def make(parse, monkeypatch):
-    """make(script, *arguments) -> the module, and the Trainer that its main() makes: of 40 digits,
-    and 10 to test on. `make.calls` is what main() does besides, in its order."""
-    monkeypatch.setattr(mp, "parent_process", lambda: SimpleNamespace(is_alive=lambda: True))
-    data_parallel = sys.modules["torch.nn.parallel.data_parallel"]
-    monkeypatch.setattr(data_parallel, "_get_available_device_type", lambda: None)
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, "lo")  # as the scripts do, for all that follows
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tests run side by side
-
-    def make(script: str, *arguments: object) -> tuple:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        module, args = parse(script, *arguments)
-        data, stop = (make_digits(40, 0), make_digits(10, 1)), torch.zeros((), dtype=torch.int32)
-        trainers, make.calls = [], []
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "load_dataset", lambda *_: data)
-            patch.setattr(module, "catch_stop_signals", lambda stop: None)
-            for name in ("barrier", "destroy_process_group"):
-                patch.setattr(dist, name, lambda name=name: make.calls.append(name))
-
-            def train(self: object, total_epochs: int) -> None:
-                trainers.append(self)
-                make.calls.append("train")
-
-            patch.setattr(module.Trainer, "train", train)
-            if script == "ddp_spawn.py":
-                if module.open_snapshot(args) is None:  # as its parent does
-                    args.resume = False
-                module.main(0, 1, uuid.uuid4().hex, *data, stop, args)
-            else:
-                module.main(args, stop)
-        return module, trainers[0]
-
-    yield make
-    torch.set_num_threads(threads)
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def inner(trainer: object) -> torch.nn.Module:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, TORCHRUN, epochs, load
+from conftest import ROOT, SCRIPTS, SITE, TORCHRUN, epochs, load
 
 from common.model import build_model
 from common.seed import set_seed
@@ -42,7 +42,8 @@ def test_printed_lines(run, fashion, script):
     world_size = 2 if script == "ddp_spawn.py" else 1
     steps = 7 if world_size == 2 else 13
     lines = text.splitlines()
-    assert lines[0] == "total_epochs: 2, save_every: 1, batch_size: 8"
+    # Under torchrun the ranks' own lines come first.
+    assert "total_epochs: 2, save_every: 1, batch_size: 8" in lines[: 1 + world_size]
     assert re.fullmatch(r"Total time: \d+\.\d{3}s", lines[-1])
     for rank in range(world_size):
         for epoch in range(2):
@@ -129,7 +130,7 @@ def test_a_copy_of_a_script_and_common_runs_from_anywhere(tmp_path, fashion, scr
     shutil.copy(ROOT / script, project)
     shutil.copytree(ROOT / "common", project / "common")
     command = [sys.executable, str(project / script), "1", *fashion(100, 10)]
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    env = {**os.environ, "PYTHONPATH": str(SITE)}  # nothing of the repository's root
     done = subprocess.run(command, cwd=elsewhere, env=env, capture_output=True, timeout=120)
     assert done.returncode == 0, done.stderr.decode()
     assert len(epochs(done.stdout.decode())) == 1 and not done.stderr
@@ -175,6 +176,22 @@ def test_progress_bar_on_a_terminal_only(tmp_path, fashion, script):
         seen[options] = b"".join(chunks).decode()
     steps = 300 if script == "ddp_spawn.py" else 600
     assert f"/{steps} [" in seen[()] and seen.get(("--no-progress",), "") == ""
+
+
+def test_a_machine_with_gpus_runs_this_on_the_cpu(run, fashion):
+    """Every test not marked gpu: whether it starts its jobs by `run` or by itself, and here."""
+    env = {"LADDER_MACHINE": 2}  # it looks as if this machine had two
+    text = run("single_gpu.py", "--help", **env, LADDER_CPU="")
+    assert "--device {auto,cuda,cuda:0,cuda:1,cpu}" in text  # what would be found
+    for script in SCRIPTS[:3]:
+        text = run(script, 1, *fashion(50, 10), "--no-progress", **env)
+        assert "[CPU0] Epoch 0 |" in text
+        if script == "data_parallel.py":
+            assert "not split" in text
+    argv = [sys.executable, "-c", "import torch; print(torch.accelerator.is_available())"]
+    done = subprocess.run(argv, env={**os.environ, "LADDER_MACHINE": "2"}, capture_output=True)
+    assert done.stdout.strip() == b"False"
+    assert torch.accelerator.current_accelerator(check_available=True) is None
 
 
 def test_omp_num_threads_is_obeyed(run, fashion):

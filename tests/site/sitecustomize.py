@@ -7,7 +7,10 @@ LADDER_RAISE=rank:step   cross_entropy raises in that rank at that call
 LADDER_HANG=seconds      os.fsync prints "in fsync" and takes that long
 LADDER_MD5=skip          torchvision takes CIFAR-10 files of any checksum
 LADDER_CHUNKS=n          nn.DataParallel splits over n devices, all of them the CPU
-LADDER_FAKE_GPUS=n       torch.accelerator reports n CUDA devices
+LADDER_MACHINE=n         as if the machine had n CUDA devices (that cannot compute)
+LADDER_CPU=1             no accelerator is found, whatever the machine has: for all tests but the
+                         GPU's own, see conftest.py, and for the benchmarks' cases of the CPU
+LADDER_FAKE_GPUS=n       torch.accelerator reports n CUDA devices, with LADDER_CPU too
 LADDER_HIDE=module       as if it were not installed
 LADDER_DIE=rank          this rank exits with status 3 before it joins the group
 LADDER_PRCTL=off         mp.spawn cannot ask the kernel to signal children when the parent dies
@@ -16,6 +19,7 @@ LADDER_ATEXIT=1          every process prints "Python ends" where Python does
 LADDER_SLOW=rank         this rank sleeps for 0.3 s after every step of the optimizer
 """
 
+import functools
 import os
 import sys
 import time
@@ -25,6 +29,21 @@ hooks.pop("MARK", None)  # that is conftest's
 # multiprocessing's resource tracker is a Python process, too, and needs none of this.
 if hooks and not any("resource_tracker" in word for word in sys.orig_argv):
     import torch
+
+    if "MACHINE" in hooks:
+        torch._C._accelerator_getAccelerator = lambda: torch.device("cuda")
+        torch.cuda.is_available = lambda: True
+        torch.cuda.device_count = lambda: int(hooks["MACHINE"])
+
+    if "CPU" in hooks:
+        # The scripts ask torch.accelerator; nn.DataParallel asks the devices' own modules.
+        found = torch.accelerator.current_accelerator()
+        own = [torch.get_device_module(found)] if found else []
+        for module in (torch.accelerator, *own):
+            module.is_available = lambda: False
+            module.device_count = lambda: 0
+        # torch.compile looks for what functools.cache leaves in this one.
+        torch.backends.mps.is_available = functools.cache(lambda: False)
 
     if "DTYPE" in hooks:
         torch.set_default_dtype(getattr(torch, hooks["DTYPE"]))
