@@ -312,9 +312,9 @@ def ddp_setup(rank: int, world_size: int, store: str, args: argparse.Namespace) 
     return device
 
 
-def load_train_objs(args: argparse.Namespace, image_shape: tuple, device: torch.device) -> tuple:
+def load_train_objs(args: argparse.Namespace, train_set: Dataset, device: torch.device) -> tuple:
     set_seed(args.seed)  # the same weights on every rank
-    model = build_model(args.model, image_shape).to(device)  # load your model
+    model = build_model(args.model, train_set[0][0].shape).to(device)  # load your model
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1)  # load your schedule
     return model, optimizer, schedule
@@ -442,7 +442,7 @@ def main(
     if args.resume and rank == 0:
         box = [torch.load(args.snapshot_path, map_location="cpu", weights_only=True)]
     dist.broadcast_object_list(box)
-    model, optimizer, schedule = load_train_objs(args, train_set[0][0].shape, device)
+    model, optimizer, schedule = load_train_objs(args, train_set, device)
     set_seed(args.seed, rank)  # from here on each rank draws its own
     train_sampler = ShardedBatchSampler(train_set, args.batch_size, world_size, rank, args.seed)
     shard = range(rank, len(test_set), world_size)  # no padding: every sample counts once

@@ -83,9 +83,10 @@ def python(folder: Path, *command: object, status: int = 0, **env: str) -> str:
 
 def own(script: str, dataset: str, model: str, *edits: tuple[str, str]) -> list[tuple[str, str]]:
     """The edits that put in a data set (a class before Trainer) and a model of one's own."""
-    in_parent = script == "ddp_spawn.py"  # which makes the model once, too
-    models = [("build_model(args.model, train_set[0][0].shape)", model)]
-    models += [("build_model(args.model, image_shape)", model)] if in_parent else []
+    build = "build_model(args.model, train_set[0][0].shape)"
+    models = [(f"{build}.to", f"{model}.to")]
+    if script == "ddp_spawn.py":  # the parent makes one, too
+        models.append((f"{build}  #", f"{model}  #"))
     return [("load_dataset(args.dataset, args.data_dir)  #", f"{dataset}  #"), *models, *edits]
 
 
@@ -111,13 +112,9 @@ def test_readmes_example(tmp_path, script):
         old, new = ("".join(li[1:] for li in lines if li[0] in sign) for sign in (" -", " +"))
         edits.append((old, new))
     assert len(edits) >= 3
-    if script == "ddp_spawn.py":  # its parent loads the data; README says what else to edit
-        model = next(new for old, new in edits if "build_model" in old)
-        edits = [(old, new) for old, new in edits if "build_model" not in old]
-        classes = "resnet18(num_classes=3)"
-        edits.append(("build_model(args.model, image_shape)", classes))
-        edits.append(("build_model(args.model, train_set[0][0].shape)", classes))
-        assert "resnet18(num_classes=len(train_set.classes))" in model
+    if script == "ddp_spawn.py":  # README says so: the parent makes a model, too
+        model = "resnet18(num_classes=len(train_set.classes))"
+        edits.append(("build_model(args.model, train_set[0][0].shape)  #", f"{model}  #"))
     flowers(tmp_path / "flowers")
     command = edited(tmp_path, script, edits)
     if script not in ("single_gpu.py", "ddp_spawn.py", "ddp_torchrun.py"):  # the same lines
@@ -128,10 +125,10 @@ def test_readmes_example(tmp_path, script):
     text = python(tmp_path, *launch, *command, 2, *options)
     world_size = 1 if script == "single_gpu.py" else 2
     assert text.count(f"Steps: {-(-60 // (8 * world_size))}\n") == 2 * world_size
-    resumed = python(tmp_path, *launch, *command, 4, *options, "--resume")
+    resumed = python(tmp_path, *launch, *command, 10, *options, "--resume")
     assert "Resuming training from snapshot at Epoch 2, sample 0" in resumed
     lines = epochs(text + resumed)
-    assert [(line["epoch"], line["total"]) for line in lines] == [(e, 21) for e in range(4)]
+    assert [(line["epoch"], line["total"]) for line in lines] == [(e, 21) for e in range(10)]
     assert max(line["accuracy"] for line in lines) > 90, text + resumed
     assert load(tmp_path / "checkpoint.pt")["model"]["fc.weight"].shape == (3, 512)
 
@@ -159,12 +156,11 @@ def test_workers_draw_differently_and_a_resumed_run_draws_the_same(tmp_path, lau
     assert same_bytes(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt"))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("length", [1, 2, 65])
+@pytest.mark.parametrize(("length", "workers"), [(1, 0), (65, 0), (65, 2)])
 def test_any_length_on_any_number_of_ranks(tmp_path, length, workers):
     """65 over 2 x 16 and 3 x 16, or fewer samples than ranks; with 65 single samples, too."""
     options = (2, "--no-progress", "--num-workers", workers)
-    sizes = [(48, 16, 3)] + ([(2, 1, 2), (32, 16, 2)] if workers == 0 else [])
+    sizes = [(48, 16, 3)] + ([(2, 1, 2)] if workers == 0 else [])
     trace = tmp_path / "trace"
     for whole, size, ranks in sizes:
         runs = {}

@@ -129,7 +129,7 @@ def test_the_optimizer_has_the_parameters_that_are_on_the_device(parse, monkeypa
     """Where torch makes new ones for the device, as for "meta", the order matters."""
     module, args = parse(script)
     monkeypatch.setattr(dist, "barrier", lambda: None)
-    objs = ((1, 28, 28),) if script == "ddp_spawn.py" else ()
+    objs = (make_digits(10, 0),) if script == "ddp_spawn.py" else ()
     *_, model, optimizer, _ = module.load_train_objs(args, *objs, torch.device("meta"))
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     assert [*map(id, trained)] == [*map(id, model.parameters())]
