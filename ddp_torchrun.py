@@ -17,6 +17,7 @@ never stopped. To make it yours, edit what is marked "load your".
 """
 
 import argparse
+import atexit
 import contextlib
 import datetime
 import importlib.util
@@ -414,6 +415,14 @@ def catch_stop_signals(stop: torch.Tensor) -> None:
     signal.signal(signal.SIGTERM, on_signal)
 
 
+def leave(status: int) -> None:
+    # Not by sys.exit: with torch 2.9 gloo's threads abort or block one process in some hundreds
+    # while Python ends. First what has been registered for that end, as by experiment trackers.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(status)
+
+
 def device_names() -> list[str]:
     found = torch.accelerator.current_accelerator(check_available=True)
     return [found.type, "cpu"] if found and found.type != "mps" else ["cpu"]
@@ -516,8 +525,8 @@ def main(args: argparse.Namespace, stop: torch.Tensor) -> None:
     if not trainer.stopped:
         log(f"Total time: {time.perf_counter() - start:.3f}s")
     dist.destroy_process_group()
-    if trainer.stopped:
-        sys.exit(128 + trainer.stopped)  # the shells' number for a signal: not done yet
+    # After a stop the shells' number for a signal: not done yet.
+    leave(128 + trainer.stopped if trainer.stopped else 0)
 
 
 def is_lost_peer(error: RuntimeError) -> bool:

@@ -219,6 +219,7 @@ def make(parse, monkeypatch):
             load_dataset = lambda *given: setattr(make, "asked", given) or data  # noqa: E731
             patch.setattr(module, "load_dataset", load_dataset)
             patch.setattr(module, "catch_stop_signals", lambda stop: None)
+            patch.setattr(module, "leave", make.calls.append, raising=False)
             for name in ("barrier", "destroy_process_group"):
                 patch.setattr(dist, name, lambda name=name: make.calls.append(name))
 

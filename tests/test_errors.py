@@ -159,6 +159,14 @@ def test_too_little_shared_memory(tmp_path):
     assert "no room for 9 MB of images in shared memory" in line and "--shm-size" in line
 
 
+def test_batchnorm_of_one_sample_is_refused_before_the_first_step(run, fashion):
+    common = (1, *fashion(97, 10), "--model", "resnet18")
+    text = run("ddp_spawn.py", *common, "--batch-size", 1, status=1)
+    assert "BatchNorm needs 2 samples or more a process at a time" in error_line(text)
+    assert "Steps:" not in text
+    run("single_gpu.py", *common, "--batch-size", 32)  # 97 are three times 32, and one
+
+
 @pytest.mark.parametrize("script", ["single_gpu.py", "ddp_spawn.py"])
 def test_disk_full_while_saving(tmp_path, fashion, script):
     """A file-size limit stands in for the full disk; the old snapshot stays whole."""
@@ -181,11 +189,10 @@ def test_disk_full_while_saving(tmp_path, fashion, script):
 
 
 @pytest.mark.parametrize("launch", ["ddp_spawn.py", TORCHRUN.format(2)])
-def test_ranks_leave_before_python_ends(run, fashion, launch):
-    """Which gloo's threads may abort or block: rarely, on a busy machine. See leave()."""
+def test_what_is_registered_for_the_end_is_run(run, fashion, launch):
+    """By each rank once, and by their parent: experiment trackers upload what they have then."""
     text = run(launch, 1, *fashion(100, 10), LADDER_ATEXIT=1)
-    assert text.count("Python ends\n") == 1, text  # that of the ranks' parent
-    assert "Total time: " in text
+    assert text.count("Python ends\n") == 3 and "Total time: " in text, text
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -222,6 +229,24 @@ def test_ctrl_c_before_training(start, fashion, moment):
     text = job.finish(130, seconds=60)
     assert "Traceback" not in text and not epochs(text), text
     assert (moment == "total_epochs") != ("Epoch 0 | Stopped at sample" in text)
+
+
+def test_a_stop_request_while_a_rank_hangs(start, tmp_path, fashion):
+    """The parent's patience of 25 seconds is two here; the ranks wait for --timeout, 600."""
+    (tmp_path / "project").mkdir()
+    text = (ROOT / "ddp_spawn.py").read_text()
+    assert text.count("PATIENCE = 25 ") == 1
+    script = tmp_path / "project" / "ddp_spawn.py"
+    script.write_text(text.replace("PATIENCE = 25 ", "PATIENCE = 2 "))
+    (tmp_path / "project" / "common").symlink_to(ROOT / "common")
+    options = ("--log-interval", 1, "--no-progress")
+    job = start(str(script), 50, *fashion(1000, 10), *options)
+    job.wait_for("Step 3 ")
+    os.kill(job.workers()[1], signal.SIGSTOP)
+    os.kill(job.process.pid, signal.SIGTERM)
+    text = job.finish(128 + signal.SIGTERM, seconds=20)
+    last = text.splitlines()[-1]
+    assert last == "error: not all ranks stopped: --resume goes on from the last snapshot"
 
 
 def test_second_ctrl_c_ends_a_job_that_cannot_stop(start, fashion):

@@ -3,6 +3,7 @@
 One process is the whole group here, on a CPU. A test about another rank pretends to be one.
 """
 
+import atexit
 import json
 import os
 import random
@@ -21,7 +22,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from conftest import ROOT, SCRIPTS, load, same_bytes
 
-from common.data import make_digits
+from common.data import DataError, make_digits
 from common.seed import get_rng_state, set_seed
 
 CPU = torch.device("cpu")
@@ -153,6 +154,16 @@ def test_copies_are_waited_for_unless_memory_is_pinned(make, parse, monkeypatch,
     trainer._run_epoch(0)
     trainer._evaluate()
     assert (seen - {None}) == {type == "cuda"}
+
+
+@every_script
+def test_batchnorm_of_single_samples_is_refused(make, script):
+    make(script, "--model", "resnet18", "--batch-size", 2)
+    with pytest.raises(DataError, match="BatchNorm needs 2 samples"):
+        make(script, "--model", "resnet18", "--batch-size", 1)
+    if script in SCRIPTS[3:]:  # 13 or 14 samples a step, in eight parts
+        with pytest.raises(DataError, match="BatchNorm needs 2 samples"):
+            make(script, "--model", "resnet18", "--batch-size", 2, "--accumulate", 8)
 
 
 @every_script
@@ -343,7 +354,7 @@ def test_all_stop_when_one_must(make, monkeypatch, script):
 def test_nobody_goes_on_while_rank_0_saves(make, monkeypatch, script, rank):
     """Or the first process that ends would end the others, or a slow disk an all-reduce."""
     _, trainer = make(script)
-    assert make.calls[-2:] == ["train", "destroy_process_group"]
+    assert make.calls[-3:] == ["train", "destroy_process_group", 0]
     trainer.rank, calls, replace = rank, [], Path.replace
     monkeypatch.setattr(Path, "replace", lambda *args: calls.append("replace") or replace(*args))
     monkeypatch.setattr(dist, "barrier", lambda: calls.append("barrier"))
@@ -417,6 +428,18 @@ def test_a_parent_told_to_stop_while_it_loads_starts_nobody(parse, monkeypatch):
     monkeypatch.setattr(mp, "spawn", lambda *_, **__: pytest.fail("processes are started"))
     with pytest.raises(SystemExit, match="143"):
         module.spawn(args, torch.zeros((), dtype=torch.int32))
+
+
+@every_ddp_script
+def test_a_process_leaves_before_python_ends_but_after_what_is_registered(
+    parse, monkeypatch, script
+):
+    module, _ = parse(script)
+    calls = []
+    monkeypatch.setattr(atexit, "_run_exitfuncs", lambda: calls.append("registered"))
+    monkeypatch.setattr(os, "_exit", calls.append)
+    module.leave(143)
+    assert calls == ["registered", 143]
 
 
 @every_ddp_script

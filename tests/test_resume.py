@@ -163,10 +163,11 @@ def test_killed_while_it_writes_a_snapshot(run, start, tmp_path, fashion, launch
 
 def test_nobody_leaves_while_rank_0_saves(start, tmp_path, fashion):
     """The parent would take the first one's end for a failure, and kill rank 0 after 5 seconds."""
-    job = start("ddp_spawn.py", 50, *SPAWN2[1:], *fashion(4_000, 10), *QUIET, LADDER_HANG=7)
+    job = start("ddp_spawn.py", 50, *SPAWN2[1:], *fashion(4_000, 10), *QUIET, LADDER_HANG=11)
     job.wait_for(r"Step 3 ")
     text = job.finish(send(job, "SIGTERM to all"))
     assert "in fsync" in text and "Stopped at sample" in text
+    assert "[rank 1] still waiting for rank 0, which saves the snapshot\n" in text
     assert load(tmp_path / "checkpoint.pt")["samples_seen"] > 0
 
 
