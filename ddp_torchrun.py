@@ -74,7 +74,6 @@ class Trainer:
         schedule: torch.optim.lr_scheduler.LRScheduler,
         device: torch.device,
         snapshot: dict | None,
-        run: str,
         stop: torch.Tensor,
         args: argparse.Namespace,
     ) -> None:
@@ -94,7 +93,6 @@ class Trainer:
         self.samples_seen = 0  # those of its samples that the job has trained on
         self.loss_sum = torch.zeros((), device=device)  # over these samples
         self.stopped = 0  # by the signal of this number
-        self.run = run
         self._settle_buckets()
         if args.compile:
             model.compile()  # in place: the names of the weights stay as they are
@@ -210,7 +208,7 @@ class Trainer:
             "samples_seen": self.samples_seen,
             "loss_sum": loss_sum.item(),
             "rng_states": rng_states,
-            "settings": {**vars(self.args), "run": self.run},
+            "settings": vars(self.args),
         }
         # Whole or not at all: whatever happens here, the snapshot before is still there.
         path, temporary = Path(self.args.snapshot_path), Path(f"{self.args.snapshot_path}.tmp")
@@ -297,7 +295,7 @@ def cannot_resume(args: argparse.Namespace, error: Exception) -> NoReturn:
     sys.exit(f"error: cannot resume from {path} ({reason}): name another --snapshot-path")
 
 
-def open_snapshot(args: argparse.Namespace, run: str) -> dict | None:
+def open_snapshot(args: argparse.Namespace) -> dict | None:
     path = Path(args.snapshot_path)
     if not path.exists():
         if args.resume:
@@ -307,7 +305,7 @@ def open_snapshot(args: argparse.Namespace, run: str) -> dict | None:
         snapshot = torch.load(path, map_location="cpu", weights_only=True)
         # After a crash torchrun starts everything anew: go on from what this run has saved, but
         # never from the snapshot of an earlier one; --resume asks for that.
-        if not args.resume and snapshot["settings"]["run"] != run:
+        if not args.resume and snapshot["settings"]["run"] != args.run:
             return None
         # A resumed run goes on as it was started, but for what its own command line says.
         for name in KEPT:
@@ -500,10 +498,10 @@ def parse_args() -> argparse.Namespace:
 def main(args: argparse.Namespace, stop: torch.Tensor) -> None:
     start, rank, world_size = time.perf_counter(), args.rank, args.world_size
     device = ddp_setup(args)
-    run = run_name()
+    args.run = run_name()
     box = [None, None]
     if rank == 0:  # no other rank needs the file
-        box = [open_snapshot(args, run), {name: getattr(args, name) for name in KEPT}]
+        box = [open_snapshot(args), {name: getattr(args, name) for name in KEPT}]
     dist.broadcast_object_list(box)
     vars(args).update(box[1])
     line = "total_epochs: {total_epochs}, save_every: {save_every}, batch_size: {batch_size}"
@@ -519,7 +517,7 @@ def main(args: argparse.Namespace, stop: torch.Tensor) -> None:
     train_data = prepare_dataloader(train_set, train_sampler, device, args.num_workers)
     test_data = prepare_dataloader(test_set, test_sampler, device, args.num_workers)
     objs = (model, train_data, test_data, optimizer, schedule)
-    trainer = Trainer(*objs, device, box[0], run, stop, args)
+    trainer = Trainer(*objs, device, box[0], stop, args)
     catch_stop_signals(stop)
     trainer.train(args.total_epochs)
     if not trainer.stopped:

@@ -86,7 +86,6 @@ class Trainer:
         schedule: torch.optim.lr_scheduler.LRScheduler,
         device: torch.device,
         snapshot: dict | None,
-        run: str,
         stop: torch.Tensor,
         args: argparse.Namespace,
     ) -> None:
@@ -106,7 +105,6 @@ class Trainer:
         self.samples_seen = 0  # those of its samples that the job has trained on
         self.loss_sum = torch.zeros((), device=device)  # over these samples
         self.stopped = 0  # by the signal of this number
-        self.run = run
         self._settle_buckets()
         if args.compile:
             model.compile()  # in place: the names of the weights stay as they are
@@ -223,7 +221,7 @@ class Trainer:
             "samples_seen": self.samples_seen,
             "loss_sum": loss_sum.item(),
             "rng_states": rng_states,
-            "settings": {**vars(self.args), "run": self.run},
+            "settings": vars(self.args),
         }
         # Whole or not at all: whatever happens here, the snapshot before is still there.
         path, temporary = Path(self.args.snapshot_path), Path(f"{self.args.snapshot_path}.tmp")
@@ -450,7 +448,7 @@ def cannot_resume(args: argparse.Namespace, error: Exception) -> NoReturn:
     sys.exit(f"error: cannot resume from {path} ({reason}): name another --snapshot-path")
 
 
-def open_snapshot(args: argparse.Namespace, run: str) -> dict | None:
+def open_snapshot(args: argparse.Namespace) -> dict | None:
     path, resume = Path(args.snapshot_path), args.resume and args.rank == 0
     if not path.exists():
         if resume:
@@ -460,7 +458,7 @@ def open_snapshot(args: argparse.Namespace, run: str) -> dict | None:
         snapshot = torch.load(path, map_location="cpu", weights_only=True)
         # After a crash torchrun starts everything anew: go on from what this run has saved, but
         # never from the snapshot of an earlier one; --resume asks for that.
-        if not resume and snapshot["settings"]["run"] != run:
+        if not resume and snapshot["settings"]["run"] != args.run:
             return None
         # A resumed run goes on as it was started, but for what its own command line says.
         for name in KEPT:
@@ -479,14 +477,14 @@ def open_snapshot(args: argparse.Namespace, run: str) -> dict | None:
     return snapshot
 
 
-def find_snapshot(args: argparse.Namespace, run: str) -> dict | None:
+def find_snapshot(args: argparse.Namespace) -> dict | None:
     # After a restart rank 0 may be on another host than the one that saved: the furthest snapshot
     # of this run counts. Without any, --resume asks for rank 0's.
     snapshot, mine = None, (False, -1, 0)
     if args.local_rank == 0:
-        snapshot = open_snapshot(args, run)
+        snapshot = open_snapshot(args)
     if snapshot is not None:
-        same_run = snapshot["settings"].get("run") == run
+        same_run = snapshot["settings"].get("run") == args.run
         mine = (same_run, snapshot["epoch"], snapshot["samples_seen"])
     everywhere = [None] * args.world_size
     dist.all_gather_object(everywhere, mine)
@@ -749,8 +747,8 @@ def parse_args() -> argparse.Namespace:
 def main(args: argparse.Namespace, stop: torch.Tensor) -> None:
     start, rank, world_size = time.perf_counter(), args.rank, args.world_size
     device = ddp_setup(args)
-    run = agree_on_run()
-    snapshot = find_snapshot(args, run)
+    args.run = agree_on_run()
+    snapshot = find_snapshot(args)
     line = "total_epochs: {total_epochs}, save_every: {save_every}, batch_size: {batch_size}"
     log(line.format(**vars(args)))
     train_set, test_set, model, optimizer, schedule = load_train_objs(args, device)
@@ -764,7 +762,7 @@ def main(args: argparse.Namespace, stop: torch.Tensor) -> None:
     train_data = prepare_dataloader(train_set, train_sampler, device, args.num_workers)
     test_data = prepare_dataloader(test_set, test_sampler, device, args.num_workers)
     objs = (model, train_data, test_data, optimizer, schedule)
-    trainer = Trainer(*objs, device, snapshot, run, stop, args)
+    trainer = Trainer(*objs, device, snapshot, stop, args)
     catch_stop_signals(stop)
     if args.check:
         check(trainer)
