@@ -495,6 +495,10 @@ def spawn(args: argparse.Namespace, stop: torch.Tensor) -> None:
                 if seconds > PATIENCE:
                     log("error: not all ranks stopped: --resume goes on from the last snapshot")
                     sys.exit(128 + stop.item())
+        except RuntimeError as error:  # the data sets' tensors go to shared memory
+            if "shared memory" not in str(error):
+                raise
+            sys.exit(f"error: {error}: give it more, for example with docker run --shm-size=1g")
         except mp.ProcessExitedException as error:
             if error.exit_code > 0:  # its last words are on the screen
                 sys.exit(error.exit_code)

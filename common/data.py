@@ -66,23 +66,6 @@ class ImageDataset(Dataset):
         images = images.to(self.scale.dtype).mul_(self.scale).add_(self.offset)
         return images, self.targets.index_select(0, indices)
 
-    def share_memory_(self) -> "ImageDataset":
-        """Move the data to shared memory: processes that get this data set get no copy of it.
-
-        Raises:
-            DataError: there is too little shared memory (64 MB is a container's default).
-        """
-        try:
-            self.images.share_memory_()
-            self.targets.share_memory_()
-        except RuntimeError as error:
-            size = self.images.nbytes / 1e6
-            raise DataError(
-                f"no room for {size:.0f} MB of images in shared memory ({_first_line(error)}): "
-                "give it more, for example with docker run --shm-size=1g"
-            ) from error
-        return self
-
 
 class Batches(Dataset):
     """Any map-style data set, asked for a batch at a time; every batch has the same structure.

@@ -156,7 +156,7 @@ def test_too_little_shared_memory(tmp_path):
     )
     line = error_line((done.stdout + done.stderr).decode())
     assert done.returncode == 1
-    assert "no room for 9 MB of images in shared memory" in line and "--shm-size" in line
+    assert "unable to allocate shared memory" in line and "--shm-size" in line
 
 
 def test_batchnorm_of_one_sample_is_refused_before_the_first_step(run, fashion):

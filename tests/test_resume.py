@@ -113,7 +113,7 @@ def test_ranks_that_hear_of_the_stop_at_different_steps_agree(start, tmp_path, f
     time.sleep(0.15)
     os.kill(job.process.pid, signal.SIGTERM)
     assert "Stopped at sample" in job.finish(128 + signal.SIGTERM)
-    assert load(tmp_path / "checkpoint.pt")["samples_seen"] in (640, 1280)  # 10 or 20 steps
+    assert load(tmp_path / "checkpoint.pt")["samples_seen"] in (630, 1260)  # 10 or 20 steps of 63
 
 
 @pytest.mark.parametrize("victim", ["parent", "parent, not on Linux", "rank 0", "rank 1"])
