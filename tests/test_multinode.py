@@ -241,7 +241,6 @@ def test_ranks_given_twice_and_worlds_that_differ(hosts, job):
     options, _, _ = job
     hosts = hosts(2)
     jobs = [hosts.start(0, "multinode.py", *options, *by_hand(hosts, 0, 3), "--timeout", 20)]
-    jobs[0].wait_for("total_epochs")
     line = cannot_join(hosts.start(1, "multinode.py", *by_hand(hosts, 1, 2), "--timeout", 20), 15)
     assert "another process says that there are 3: give all the same number" in line
     jobs.append(hosts.start(1, "multinode.py", *options, *by_hand(hosts, 2, 3), "--timeout", 20))
@@ -281,7 +280,7 @@ def test_a_peer_that_is_lost_in_training(hosts, job, how):
         assert time.monotonic() - start < 20
         line = text.splitlines()[-1]
         assert line.startswith(f"error: rank {rank} has lost the others, look there for the cause")
-        assert hosts.address(1 - rank) in line or "imed out" in line, line
+        assert hosts.address(1 - rank) in line or re.search("imed out|timeout", line), line
         assert "frame #" not in text and "Traceback" not in text, text
 
 
