@@ -452,7 +452,7 @@ def parse_args() -> argparse.Namespace:
     add("--amp", choices=AMP, default="off", help="automatic mixed precision")
     add("--compile", action="store_true", help="torch.compile: slow to start, then faster")
     add("--sync-bn", action="store_true", help="BatchNorm over all ranks; not on a CPU")
-    add("--local-rank", "--local_rank", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    add("--local-rank", "--local_rank", dest="unused", help=argparse.SUPPRESS)
     add("--backend", default="auto", help="nccl, gloo ...; auto: what suits the device")
     add("--timeout", type=int, default=600, help="seconds that a collective may take")
     args = parser.parse_args()

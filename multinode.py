@@ -700,7 +700,7 @@ def parse_args() -> argparse.Namespace:
     add("--check", action="store_true", help="join and measure, but do not train")
     add("--epochs", type=int, help="the same as total_epochs")
     add("--no-cuda", action="store_true", help="the same as --device cpu")
-    add("--local-rank", "--local_rank", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    add("--local-rank", "--local_rank", dest="unused", help=argparse.SUPPRESS)
     add("--backend", default="auto", help="nccl, gloo ...; auto: what suits the device")
     add("--timeout", type=int, default=600, help="seconds that a collective may take")
     args = parser.parse_args()

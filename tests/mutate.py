@@ -1,6 +1,6 @@
 """Does the suite notice? Break the scripts in the ways that matter: a test must fail each time.
 
-    python tests/mutate.py                          all, about 14 minutes on two cores
+    python tests/mutate.py                          all, about half an hour on two cores
     python tests/mutate.py multinode.py             what breaks this file
     python tests/mutate.py "no set_epoch" padded    mutants whose names contain these words
     python tests/mutate.py --list
@@ -41,6 +41,7 @@ SINGLE, PARALLEL, SPAWN, ELASTIC, NODES = SCRIPTS = (
     "multinode.py",
 )
 DDP = (SPAWN, ELASTIC, NODES)
+LAST = (ELASTIC, NODES)
 DATA, MODEL, SEED = "common/data.py", "common/model.py", "common/seed.py"
 
 
@@ -61,20 +62,45 @@ def common(file: str, test: str) -> dict[str, str]:
     return {file: f"test_common.py::test_{test}"}
 
 
-TORCHRUN2 = "torchrun --standalone --nproc_per_node=2 ddp_torchrun.py"
+def option(test: str, *scripts: str) -> dict[str, str]:
+    """A test of test_options.py, which has the script as its parameter."""
+    return {script: f"test_options.py::test_{test}[{script}]" for script in scripts or SCRIPTS}
+
+
+def number(name: str, old: str, new: str, *scripts: str) -> "Mutant":
+    """An option that is parsed and checked, and a constant is used instead."""
+    test = f"test_options.py::test_a_number_is_in_force[{{}}-{name}]"
+    tests = {script: test.format(script) for script in scripts or SCRIPTS}
+    return Mutant(f"{name} ignored", "the option does nothing", old, new, tests)
+
+
+def figure(what: str, old: str, new: str, test: str, *scripts: str) -> "Mutant":
+    """A wrong figure in a printed line."""
+    return Mutant(f"figure: {what}", "a wrong number is printed", old, new, parts(test, *scripts))
+
+
 CHUNKS = "test_same_job.py::test_data_parallel_agrees_with_uneven_chunks"
 UNEVEN = "test_same_job.py::test_a_last_batch_that_is_shared_out_unevenly_has_its_right_weight[{}]"
-ACCUMULATED = "test_same_job.py::test_accumulated_batches_are_one_large_batch[65]"
-TWO_EPOCHS = "test_same_job.py::test_two_epochs_agree_to_rounding[{}]"
-REPLICAS = "test_same_job.py::test_replicas_hold_the_same_bytes_at_the_end[launch1]"
 SHARDS = "test_same_job.py::test_shards_are_disjoint_cover_the_data_and_differ_from_epoch_to_epoch"
-HOSTS = "test_multinode.py::test_any_number_of_hosts_does_the_same_job[{}]"
-WAYS = "test_multinode.py::test_ways_of_launching[{}]"
-CTRL_C = "test_multinode.py::test_ctrl_c_on_one_host_stops_all"
 STOP = "test_resume.py::test_asked_to_stop_in_the_middle_of_an_epoch[launch{}]"
-CHECK = "test_multinode.py::test_check_finds_the_speed_of_the_link_and_predicts_the_epoch"
 SETUP = "a_process_gets_its_device_its_threads_and_its_interface"
 SAVED, WHOLE = "what_is_saved_is_what_is_loaded", "a_snapshot_is_written_whole_or_not_at_all"
+EPOCH, STEPS = "the_line_of_an_epoch", "the_lines_of_steps_and_the_sums_of_an_epoch"
+LINES, RANK = "the_lines_of_the_start_of_a_stop_and_of_a_resume", "the_line_of_a_rank"
+FIRST_LINE = "an_epochs_first_line_names_the_device_and_the_rank"
+JOINING = "test_parts.py::test_whoever_cannot_join_says_for_whom_it_waits"
+DEVICES_LINE = {PARALLEL: "test_parts.py::test_data_parallel_says_over_how_many_devices_it_splits"}
+NOISE = "a_batchs_noise_in_a_worker_is_that_of_its_epoch_and_first_sample"
+STATUS = "a_stopped_job_ends_with_the_signals_status"
+LEAVES = "a_process_leaves_before_python_ends_but_after_what_is_registered"
+STEP = "a_step_is_on_the_mean_over_the_global_batch"
+SENT = "every_rank_starts_from_what_rank_0_sends"
+SCHEDULES = "schedules_and_groups_go_on_unless_the_command_line_overrules_them"
+LOST = "test_parts.py::test_a_lost_peer_is_told_from_a_fault_of_ones_own"
+WAITING = "whoever_waits_says_for_whom"
+FIGURES = {NODES: "test_parts.py::test_the_figures_of_check"}
+TOTAL_TIME = "the_total_time_is_in_seconds"
+DEVICES = {PARALLEL: "test_parts.py::test_data_parallel_has_the_generators_of_all_its_devices"}
 PARENT = "a_parent_passes_on_signals_and_a_status_and_kills_who_is_left"
 RANK_1, ALL_RANKS = "rank_1_leaves_the_file_to_rank_0", "losses_and_accuracy_are_those_of_all_ranks"
 
@@ -83,8 +109,44 @@ def setup(hosts: int, *scripts: str) -> dict[str, str]:
     return {script: f"test_parts.py::test_{SETUP}[{hosts}-{script}]" for script in scripts}
 
 
+def shares(*scripts: str) -> dict[str, str]:
+    test = "test_a_rank_of_three_gets_its_shares_its_seed_and_its_smallest_batch"
+    return {script: f"test_parts.py::{test}[False-{script}]" for script in scripts or DDP}
+
+
+def saving(rank: int, *scripts: str) -> dict[str, str]:
+    test = "test_nobody_goes_on_while_rank_0_saves"
+    return {script: f"test_parts.py::{test}[{rank}-{script}]" for script in scripts or DDP}
+
+
+def fitting(rank: int) -> dict[str, str]:
+    test = "test_rank_0_says_first_what_does_not_fit"
+    return {script: f"test_parts.py::{test}[{rank}-{script}]" for script in DDP}
+
+
+def scheduled(*scripts: str) -> dict[str, str]:
+    return {
+        script: f"test_parts.py::test_{SCHEDULES}[SGD-{script}]" for script in scripts or SCRIPTS
+    }
+
+
+def kept(name: str, *scripts: str) -> dict[str, str]:
+    test = "test_a_resumed_run_keeps_a_number_unless_the_command_line_has_it"
+    return {script: f"test_options.py::{test}[{script}-{name}]" for script in scripts or SCRIPTS}
+
+
+def ended(how: str, *scripts: str) -> dict[str, str]:
+    test = "test_a_parent_ends_a_job_of_which_a_rank_hangs_or_is_killed"
+    return {script: f"test_parts.py::{test}[{how}-{script}]" for script in scripts}
+
+
+def copied(type: str, *scripts: str) -> dict[str, str]:
+    test = "test_copies_are_waited_for_unless_memory_is_pinned"
+    return {script: f"test_parts.py::{test}[{type}-{script}]" for script in scripts or SCRIPTS}
+
+
 MUTANTS = [
-    # --- the data: who trains on what -----------------------------------------------------------
+    # --- the data: who trains on what -------------------------------------------------------------
     Mutant(
         "no set_epoch",
         "every epoch has the order of the first",
@@ -102,16 +164,23 @@ MUTANTS = [
     Mutant(
         "seed not passed to the sampler",
         "every --seed has the same order",
-        ", args.seed)\n",
-        ", 0)\n",
-        parts("each_epoch_has_its_order_and_may_begin_in_the_middle"),
+        ", 1, 0, args.seed)",
+        ", 1, 0, 0)",
+        parts("each_epoch_has_its_order_and_may_begin_in_the_middle", SINGLE, PARALLEL),
+    ),
+    Mutant(
+        "seed not passed to the sampler",
+        "every --seed has the same order",
+        "world_size, rank, args.seed)",
+        "world_size, rank, 0)",
+        parts("each_epoch_has_its_order_and_may_begin_in_the_middle", *DDP),
     ),
     Mutant(
         "sampler not passed",
         "every rank trains on all the data",
         "world_size, rank, args.seed)",
         "1, 0, args.seed)",
-        {SPAWN: SHARDS, ELASTIC: ACCUMULATED, NODES: HOSTS.format(2)},
+        {SPAWN: SHARDS, **shares(*LAST)},
     ),
     Mutant(
         "padded evaluation",
@@ -122,10 +191,15 @@ MUTANTS = [
         {
             SPAWN: "test_evaluation.py::test_evaluation_is_exact_where_the_world_size_does_not_"
             "divide_the_test_set[7]",
-            ELASTIC: "test_training.py::test_batchnorm_is_evaluated_with_the_statistics_that_are_"
-            f"saved[{TORCHRUN2}]",
-            NODES: HOSTS.format(3),
+            **shares(*LAST),
         },
+    ),
+    Mutant(
+        "all ranks test on all",
+        "each test sample counts as often as there are processes",
+        "shard = range(rank, len(test_set), world_size)",
+        "shard = range(len(test_set))",
+        shares(),
     ),
     Mutant(
         "last test batch dropped",
@@ -159,44 +233,37 @@ MUTANTS = [
     Mutant(
         "no DDP wrap",
         "replicas go their own ways",
-        "DDP(model, ids, bucket_cap_mb=bucket, gradient_as_bucket_view=True)",
+        "DDP(model, device_ids=ids, gradient_as_bucket_view=True)",
         "nn.DataParallel(model)",
-        {
-            SPAWN: UNEVEN.format(65),
-            ELASTIC: TWO_EPOCHS.format(f"{TORCHRUN2}-options4"),
-            NODES: HOSTS.format(2),
-        },
+        {SPAWN: UNEVEN.format(65), **parts(SENT, *LAST)},
     ),
     Mutant(
         "weights not seeded",
         "every run starts from other weights",
-        "    set_seed(args.seed, deterministic=args.deterministic)",
-        "    pass",
-        parts("a_seed_gives_the_weights"),
+        "    set_seed(args.seed)\n    model",
+        "    model",
+        parts("a_seed_gives_the_weights", SINGLE, PARALLEL),
+    ),
+    Mutant(
+        "weights not seeded",
+        "every run starts from other weights",
+        "    set_seed(args.seed)  # the same weights on every rank\n",
+        "",
+        parts("a_seed_gives_the_weights", *DDP),
     ),
     Mutant(
         "one stream for all ranks",
         "all ranks drop out the same units",
-        "set_seed(args.seed, rank, args.deterministic)",
-        "set_seed(args.seed, 0, args.deterministic)",
-        {
-            SPAWN: "test_resume.py::test_a_snapshot_holds_what_the_design_says",
-            ELASTIC: REPLICAS,
-            NODES: HOSTS.format(2),
-        },
+        "    set_seed(args.seed, rank)",
+        "    set_seed(args.seed, 0)",
+        shares(),
     ),
     Mutant(
         "gradients not cleared",
         "each step adds those of all steps before",
         "        self.optimizer.zero_grad()\n",
         "",
-        {
-            SINGLE: CHUNKS,
-            PARALLEL: CHUNKS,
-            SPAWN: UNEVEN.format(65),
-            ELASTIC: ACCUMULATED,
-            NODES: HOSTS.format(1),
-        },
+        parts(STEP),
     ),
     Mutant(
         "evaluation in training mode",
@@ -217,14 +284,13 @@ MUTANTS = [
         "a sample of a short shard weighs more",
         "loss * self.world_size / count",
         "loss / max(1, len(targets))",
-        {SPAWN: UNEVEN.format(65)},
+        parts(STEP, SPAWN),
     ),
     Mutant(
         "mean of the devices' means",
         "a sample of a short chunk weighs more",
-        'F.cross_entropy(output, targets, reduction="sum")\n        (loss',
-        "sum(F.cross_entropy(output[i::3], targets[i::3]) for i in range(3)) / 3 * count\n"
-        "        (loss",
+        'loss = F.cross_entropy(output, targets, reduction="sum")',
+        "loss = sum(F.cross_entropy(output[i::3], targets[i::3]) for i in range(3)) / 3 * count",
         {PARALLEL: CHUNKS},
     ),
     Mutant(
@@ -232,35 +298,63 @@ MUTANTS = [
         "the step grows with --accumulate",
         "loss * self.world_size / count",
         "loss / max(1, len(targets))",
-        {ELASTIC: ACCUMULATED, NODES: WAYS.format("nodes")},
+        parts(STEP, *LAST),
     ),
     Mutant(
-        "last batch weighed as a full one",
-        "too small a step at the end of an epoch",
-        ", left)  # the global batch",
-        ", 999 * left)  # the global batch",
-        {SPAWN: UNEVEN.format(65), ELASTIC: ACCUMULATED, NODES: HOSTS.format(3)},
+        "all batches weighed as full ones",
+        "too small a step where a global batch is smaller",
+        "count = sizes[step - 1]",
+        "count = self.train_data.sampler.global_batch",
+        parts(STEPS, *DDP),
+    ),
+    Mutant(
+        "batches weighed by this rank's share",
+        "a sample of a short shard weighs more",
+        "count = sizes[step - 1]",
+        "count = max(1, len(targets)) * self.world_size",
+        parts("each_batch_counts_as_much_as_all_ranks_have_of_it", *DDP),
     ),
     Mutant(
         "no_sync on every micro-batch",
         "gradients are never all-reduced",
         "contextlib.nullcontext() if last else self.model.no_sync()",
         "self.model.no_sync()",
-        {ELASTIC: REPLICAS, NODES: WAYS.format("nodes")},
+        parts(STEP, *LAST),
+    ),
+    Mutant(
+        "no no_sync",
+        "every micro-batch is all-reduced",
+        "contextlib.nullcontext() if last else self.model.no_sync()",
+        "contextlib.nullcontext()",
+        parts(STEP, *LAST),
     ),
     Mutant(
         "remainder dropped",
-        "a short micro-batch at the end of an epoch is left out",
-        "strict=True))\n",
-        "strict=True))[: len(source) // b_sz]\n",
-        {ELASTIC: ACCUMULATED, NODES: WAYS.format("nodes")},
+        "samples that do not divide by --accumulate are left out",
+        "sources = source.tensor_split(parts)",
+        "sources, targets = (t[: len(t) // parts * parts] for t in (source, targets))\n"
+        "        sources = sources.tensor_split(parts)",
+        parts(STEP, *LAST),
     ),
     Mutant(
-        "step % accumulate",
-        "where an epoch leaves fewer micro-batches, they are not all-reduced",
-        "last = number == len(micro_batches)",
-        "last = number == self.args.accumulate",
-        {ELASTIC: ACCUMULATED, NODES: WAYS.format("torchrun")},
+        "micro-batches of a fixed size",
+        "ranks take different numbers of them, and wait for each other",
+        "sources = source.tensor_split(parts)  # load your inputs\n"
+        "        micro_batches = zip(sources, targets.tensor_split(parts), strict=True)",
+        "b_sz = self.args.batch_size\n"
+        "        micro_batches = [*zip(source.split(b_sz), targets.split(b_sz), strict=True)]\n"
+        "        parts = len(micro_batches)",
+        {
+            script: f"test_parts.py::test_every_rank_takes_as_many_micro_batches[3-{script}]"
+            for script in LAST
+        },
+    ),
+    Mutant(
+        "the first micro-batch is all-reduced, not the last",
+        "gradients of the others stay with their rank",
+        "last = number == parts",
+        "last = number == 1",
+        parts(STEP, *LAST),
     ),
     Mutant(
         "no autocast in training",
@@ -337,7 +431,7 @@ MUTANTS = [
     Mutant(
         "optimizer not restored",
         "a resumed run starts without momentum",
-        '        self.optimizer.load_state_dict(snapshot["optimizer"])\n',
+        '            self.optimizer.load_state_dict(snapshot["optimizer"])\n',
         "",
         parts(SAVED),
     ),
@@ -346,7 +440,14 @@ MUTANTS = [
         "a resumed run has other dropout masks",
         'set_rng_state(snapshot["rng_states"][0], self.device)',
         "pass",
-        parts(SAVED, SINGLE, PARALLEL),
+        parts(SAVED, SINGLE),
+    ),
+    Mutant(
+        "RNG not restored",
+        "a resumed run has other dropout masks",
+        'set_rng_state(snapshot["rng_states"][0], *self.devices)',
+        "pass",
+        parts(SAVED, PARALLEL),
     ),
     Mutant(
         "RNG not restored",
@@ -371,10 +472,52 @@ MUTANTS = [
     ),
     Mutant(
         "weights not restored",
-        "all but rank 0 go on from the first weights",
-        'return\n        self.model.module.load_state_dict(snapshot["model"])\n',
-        "return\n",
-        parts(RANK_1, *DDP),
+        "a resumed run goes on from the first weights",
+        '            self.model.load_state_dict(snapshot["model"])\n',
+        "",
+        parts(SAVED, SINGLE),
+    ),
+    Mutant(
+        "weights not restored",
+        "a resumed run goes on from the first weights",
+        '            self.model.module.load_state_dict(snapshot["model"])\n',
+        "",
+        {**parts(SAVED, PARALLEL), **parts(RANK_1, *DDP)},
+    ),
+    Mutant(
+        "schedule not stepped",
+        "the rate stays what it was",
+        "            self.schedule.step()\n",
+        "",
+        scheduled(),
+    ),
+    Mutant(
+        "schedule not saved",
+        "a resumed run begins it anew",
+        '"schedule": self.schedule.state_dict()',
+        '"schedule": {}',
+        scheduled(),
+    ),
+    Mutant(
+        "schedule not restored",
+        "a resumed run begins it anew",
+        '            self.schedule.load_state_dict(snapshot["schedule"])\n',
+        "",
+        scheduled(),
+    ),
+    Mutant(
+        "base_lrs kept",
+        "--lr in a resumed run lasts for an epoch",
+        'if "lr" in changed:',
+        "if False:",
+        scheduled(),
+    ),
+    Mutant(
+        "groups get options that they do not have",
+        "--momentum goes into AdamW's snapshots",
+        "name: new[name] for name in changed if name in new",
+        "name: new.get(name) for name in changed",
+        {script: f"test_parts.py::test_{SCHEDULES}[AdamW-{script}]" for script in SCRIPTS},
     ),
     Mutant(
         "sum of losses counted by every rank",
@@ -386,15 +529,92 @@ MUTANTS = [
     Mutant(
         "snapshot overrules the command line",
         "--lr does nothing with --resume",
-        "            group.update(lr=self.args.lr, momentum=self.args.momentum)\n",
-        "            pass\n",
+        "            group.update({name",
+        "            str({name",
         parts(SAVED),
+    ),
+    Mutant(
+        "settings not kept",
+        "a resumed run has the defaults of what its command line leaves out",
+        "                setattr(args, name, then)\n",
+        "                pass\n",
+        kept("batch_size"),
+    ),
+    Mutant(
+        "everything is given",
+        "a resumed run has the defaults of what its command line leaves out",
+        "if value is not None]\n",
+        "]\n",
+        kept("save_every"),
+    ),
+    Mutant(
+        "nothing is given",
+        "a resumed run does not hear its own command line",
+        "for name, value in vars(parser.parse_args()).items()",
+        "for name, value in {}.items()",
+        kept("total_epochs"),
+    ),
+    Mutant(
+        "overruled in silence",
+        "a forgotten option changes a run, and no line says so",
+        "            elif then != now:\n                log(",
+        "            elif then != now:\n                str(",
+        kept("lr"),
+    ),
+    Mutant(
+        "snapshot without every setting",
+        "the last two scripts cannot resume the others' snapshots",
+        'snapshot["settings"].get(name, now)',
+        'snapshot["settings"][name]',
+        parts("a_snapshot_of_another_script_has_not_every_setting", *LAST),
+    ),
+    Mutant(
+        "an empty scaler is restored",
+        "the last two scripts cannot resume the others' snapshots",
+        'if snapshot["scaler"]:',
+        "if True:",
+        parts("a_snapshot_of_another_script_has_not_every_setting", *LAST),
+    ),
+    Mutant(
+        "the data set is not kept",
+        "a resumed run trains on the default",
+        'KEPT += ("dataset", ',
+        "KEPT += (",
+        option("data_set_and_folder"),
+    ),
+    Mutant(
+        "the data's folder is not kept",
+        "a resumed run downloads anew",
+        '"data_dir", "model"',
+        '"model"',
+        option("data_set_and_folder"),
+    ),
+    Mutant(
+        "the model is not kept",
+        "a resumed run needs --model again",
+        '"data_dir", "model"',
+        '"data_dir"',
+        option("model"),
+    ),
+    Mutant(
+        "--amp is not kept",
+        "a resumed run computes in float32",
+        '"accumulate", "amp")',
+        '"accumulate")',
+        option("amp_is_kept", *LAST),
+    ),
+    Mutant(
+        "--epochs is not given",
+        "it does nothing with --resume",
+        '        args.given.append("total_epochs")\n',
+        "",
+        {NODES: "test_options.py::test_epochs_overrule_the_snapshots"},
     ),
     Mutant(
         "snapshot of another job",
         "--resume takes what another model or seed has left",
-        "if then != now:",
-        "if False:",
+        "            elif then != now and name in",
+        "            elif False and name in",
         parts("snapshots_that_do_not_fit_are_refused"),
     ),
     Mutant(
@@ -442,37 +662,52 @@ MUTANTS = [
     Mutant(
         "rank 0 not alone in saving",
         "ranks write one file at once, hosts keep copies",
-        "        if self.rank > 0:\n            return\n",
-        "",
+        'waiting_for("rank 0, which saves the snapshot"):\n                dist.barrier()\n'
+        "            return\n",
+        'waiting_for("rank 0, which saves the snapshot"):\n                dist.barrier()\n',
         parts(RANK_1, *DDP),
     ),
     Mutant(
         "snapshot not broadcast",
         "all but rank 0 start from the beginning",
-        "        dist.broadcast_object_list(box",
-        "        str(box",
-        parts(RANK_1, SPAWN, ELASTIC),
+        "    dist.broadcast_object_list(box)",
+        "    str(box)",
+        parts(SENT, SPAWN, ELASTIC),
     ),
     Mutant(
         "snapshot not broadcast",
         "all but rank 0 start from the beginning",
-        "        dist.broadcast_object_list(box, src=source)",
-        "        pass",
-        parts(RANK_1, NODES),
+        "    dist.broadcast_object_list(box, src=source)",
+        "    str(source)",
+        parts(SENT, NODES),
+    ),
+    Mutant(
+        "settings not broadcast",
+        "rank 0 alone keeps the snapshot's settings",
+        "    vars(args).update(box[1])\n",
+        "",
+        parts(SENT, *LAST),
+    ),
+    Mutant(
+        "another host's snapshot counts as this run's",
+        "after a restart the job goes on from an earlier run's",
+        "mine = (same_run, ",
+        "mine = (True, ",
+        {NODES: "test_parts.py::test_after_a_restart_the_furthest_snapshot_counts"},
     ),
     Mutant(
         "stale snapshot on a restart",
         "it goes on from what an earlier run has left",
-        'return snapshot["settings"]["run"] == self.run',
-        'return "run" in snapshot["settings"]',
-        parts("a_restart_goes_on_from_its_own_run_alone", ELASTIC, NODES),
+        'snapshot["settings"]["run"] != args.run',
+        'not snapshot["settings"]["run"]',
+        parts("a_restart_goes_on_from_its_own_run_alone", *LAST),
     ),
     Mutant(
         "restart from the beginning",
         "a crash costs all epochs",
-        'return snapshot["settings"]["run"] == self.run',
-        "return False",
-        parts("a_restart_goes_on_from_its_own_run_alone", ELASTIC, NODES),
+        'snapshot["settings"]["run"] != args.run',
+        'snapshot["settings"]["run"]',
+        parts("a_restart_goes_on_from_its_own_run_alone", *LAST),
     ),
     # --- processes --------------------------------------------------------------------------------
     Mutant(
@@ -480,7 +715,14 @@ MUTANTS = [
         "the second host's processes take other devices than their own",
         "index = args.local_rank %",
         "index = args.rank %",
-        setup(2, ELASTIC, NODES),
+        setup(2, ELASTIC),
+    ),
+    Mutant(
+        "global rank as device index",
+        "the second host's processes take other devices than their own",
+        "torch.device(args.device, args.local_rank % count)",
+        "torch.device(args.device, args.rank % count)",
+        {NODES: "test_parts.py::test_processes_of_one_host_take_different_devices"},
     ),
     Mutant(
         "all on one device",
@@ -525,18 +767,67 @@ MUTANTS = [
         setup(1, NODES),
     ),
     Mutant(
-        "no barrier before leaving",
+        "no barrier after the save",
         "rank 0 is killed while it saves",
-        "    dist.barrier()  # rank 0 may still be saving",
-        "    # rank 0 may still be saving",
-        parts("nobody_leaves_before_all_are_done", *DDP),
+        'make room, then --resume")\n        dist.barrier()\n',
+        'make room, then --resume")\n',
+        saving(0),
+    ),
+    Mutant(
+        "nobody waits for the save",
+        "a slow disk lets an all-reduce run into its time-out",
+        'waiting_for("rank 0, which saves the snapshot"):\n                dist.barrier()\n',
+        'waiting_for("rank 0, which saves the snapshot"):\n                pass\n',
+        saving(1),
+    ),
+    Mutant(
+        "the group is not left",
+        "the others may lose a peer that is done",
+        "    dist.destroy_process_group()\n",
+        "",
+        saving(0),
+    ),
+    Mutant(
+        "waiting for the save in silence",
+        "a slow disk looks like a hang",
+        'with waiting_for("rank 0, which saves the snapshot"):',
+        "with contextlib.nullcontext():",
+        parts(WAITING, *DDP),
+    ),
+    Mutant(
+        "waiting for the data in silence",
+        "a download looks like a hang",
+        'with waiting_for("the first process of this host, which prepares the data"):',
+        "with contextlib.nullcontext():",
+        parts(WAITING, *LAST),
+    ),
+    Mutant(
+        "the line about waiting always comes",
+        "ten seconds later a line says that somebody waits, and nobody does",
+        "        timer.cancel()\n",
+        "        pass\n",
+        parts(WAITING, *DDP),
+    ),
+    Mutant(
+        "all ranks say what does not fit",
+        "the line about a snapshot comes as often as there are processes",
+        "        if self.rank > 0:\n            dist.barrier()  # rank 0 says",
+        "        if False:\n            dist.barrier()  # rank 0 says",
+        fitting(1),
+    ),
+    Mutant(
+        "rank 0 does not let the others load",
+        "they wait until their time-out",
+        "        if self.rank == 0:\n            dist.barrier()\n        self.epoch",
+        "        self.epoch",
+        fitting(0),
     ),
     Mutant(
         "sys.exit in a rank",
         "gloo's threads abort or block its end",
         "    os._exit(status)",
         "    sys.exit(status)",
-        parts("a_process_leaves_before_python_ends", *DDP),
+        parts(LEAVES, *DDP),
     ),
     Mutant(
         "each rank stops by itself",
@@ -572,16 +863,43 @@ MUTANTS = [
     Mutant(
         "parent deaf to Ctrl-C",
         "kill -INT does not stop the job",
-        "            catch_stop_signals(stop)\n            while",
-        "            while",
-        {SPAWN: STOP.format("6-SIGINT to the parent")},
+        "            catch_stop_signals(stop)\n            seconds",
+        "            seconds",
+        parts(PARENT, SPAWN),
+    ),
+    Mutant(
+        "no patience with ranks that save",
+        "all are killed as soon as one is asked to stop",
+        "if seconds > PATIENCE:",
+        "if seconds > 0:",
+        ended("hangs", SPAWN, NODES),
+    ),
+    Mutant(
+        "patience without an end",
+        "a rank that hangs keeps the others waiting",
+        "if seconds > PATIENCE:",
+        "if False:",
+        ended("hangs", SPAWN, NODES),
+    ),
+    Mutant(
+        "patience from the start",
+        "every job is killed after 25 seconds",
+        "seconds += stop.item() > 0",
+        "seconds += 1",
+        parts("a_parent_waits_for_as_long_as_nobody_asks_it_to_stop", SPAWN, NODES),
+    ),
+    Mutant(
+        "a killed rank's number as a status",
+        "the shell sees 247, and no line says what happened",
+        "if error.exit_code > 0:",
+        "if True:",
+        ended("killed", SPAWN, NODES),
     ),
     Mutant(
         "parent deaf while it loads",
         "its handlers come only with the processes",
-        "    catch_stop_signals(stop)  # shared memory: what one process hears, all hear\n"
-        "    train_set",
-        "    train_set",
+        "    catch_stop_signals(stop)  # shared memory: what one process hears, all hear\n    if",
+        "    if",
         {SPAWN: "test_parts.py::test_a_parent_told_to_stop_while_it_loads_starts_nobody"},
     ),
     Mutant(
@@ -603,21 +921,14 @@ MUTANTS = [
         "a scheduler takes a stopped job for a finished one",
         "        sys.exit(128 + trainer.stopped)",
         "        sys.exit(0)",
-        {
-            SINGLE: STOP.format("0-SIGTERM to the parent"),
-            PARALLEL: STOP.format("2-SIGTERM to the parent"),
-        },
+        parts(STATUS, SINGLE, PARALLEL),
     ),
     Mutant(
         "stopped is done",
         "a scheduler takes a stopped job for a finished one",
         "leave(128 + trainer.stopped if trainer.stopped else 0)",
         "leave(0)",
-        {
-            SPAWN: STOP.format("3-SIGTERM to the parent"),
-            ELASTIC: STOP.format("10-SIGTERM to rank 1"),
-            NODES: CTRL_C,
-        },
+        parts(STATUS, *DDP),
     ),
     Mutant(
         "children hear Ctrl-C too early",
@@ -653,9 +964,70 @@ MUTANTS = [
     Mutant(
         "the others' errors hide the first",
         "torchrun may report them as the cause",
-        'if "gloo" not in str(error) and not isinstance(error, dist.DistError):',
+        "if not is_lost_peer(error):",
         "if True:",
-        parts("what_torchrun_is_told", ELASTIC, NODES),
+        parts("what_torchrun_is_told", *LAST),
+    ),
+    Mutant(
+        "a rank's own error passes for a lost peer",
+        "nobody reports the cause",
+        "if not is_lost_peer(error):",
+        "if False:",
+        parts("what_torchrun_is_told", *LAST),
+    ),
+    *(
+        Mutant(
+            f"lost peer: {said}",
+            "a rank that has lost the others is reported as the cause",
+            said,
+            "no such words",
+            dict.fromkeys(LAST, LOST),
+        )
+        for said in (
+            "closed by peer",
+            "reset by peer",
+            "Broken pipe",
+            "Timed out waiting",
+            "pair closure",
+            "remote process exit",
+            "collective operation timeout",
+            "but store->get(",
+        )
+    ),
+    Mutant(
+        "lost peer: the network",
+        "a rank that has lost the others is reported as the cause",
+        "(dist.DistNetworkError, dist.DistStoreError)",
+        "(dist.DistStoreError,)",
+        dict.fromkeys(LAST, LOST),
+    ),
+    Mutant(
+        "lost peer: the store",
+        "a rank that has lost the others is reported as the cause",
+        "(dist.DistNetworkError, dist.DistStoreError)",
+        "(dist.DistNetworkError,)",
+        dict.fromkeys(LAST, LOST),
+    ),
+    Mutant(
+        "lost peer: all of gloo's and NCCL's",
+        "two processes on one GPU are told to look elsewhere",
+        "store_failed = isinstance(error, (dist.DistNetworkError, dist.DistStoreError))",
+        'store_failed = isinstance(error, dist.DistError) or "gloo" in str(error)',
+        dict.fromkeys(LAST, LOST),
+    ),
+    Mutant(
+        "only the first line of an error",
+        "NCCL's cause is not in it",
+        'return " ".join(str(error).split("Exception raised from")[0].split())',
+        "return str(error).splitlines()[0]",
+        dict.fromkeys(LAST, LOST),
+    ),
+    Mutant(
+        "C++ frames in an error's line",
+        "the cause is lost in them",
+        'str(error).split("Exception raised from")[0].split()',
+        "str(error).split()",
+        dict.fromkeys(LAST, LOST),
     ),
     # --- multinode.py -----------------------------------------------------------------------------
     Mutant(
@@ -740,14 +1112,918 @@ MUTANTS = [
         "a link looks slower than it is",
         "sent = 2 * (world_size - 1)",
         "sent = (world_size - 1)",
-        {NODES: CHECK},
+        FIGURES,
     ),
     Mutant(
         "--check counts the all-reduce twice",
         "an epoch looks longer than it is",
         "with trainer.model.no_sync():",
         "with contextlib.nullcontext():",
-        {NODES: CHECK},
+        FIGURES,
+    ),
+    # --- options: parsed, checked, and used nowhere -----------------------------------------------
+    number("total_epochs", "    trainer.train(args.total_epochs)", "    trainer.train(5)"),
+    number(
+        "save_every", "self.args.snapshot_path, self.args.save_every", "self.args.snapshot_path, 1"
+    ),
+    number(
+        "batch_size", "(train_set, args.batch_size, 1, 0", "(train_set, 32, 1, 0", SINGLE, PARALLEL
+    ),
+    number(
+        "batch_size", "(train_set, args.batch_size, world_size", "(train_set, 32, world_size", SPAWN
+    ),
+    number("batch_size", "= args.batch_size * args.accumulate", "= 32 * args.accumulate", *LAST),
+    number("test_batch_size", "args.test_batch_size, drop_last", "1000, drop_last"),
+    number("lr", "lr=args.lr", "lr=0.01"),
+    number("momentum", "momentum=args.momentum", "momentum=0.9"),
+    number(
+        "log_interval", "self.args.batch_size, self.args.log_interval", "self.args.batch_size, 0"
+    ),
+    number("num_workers", "train_sampler, device, args.num_workers)", "train_sampler, device, 0)"),
+    Mutant(
+        "num_workers ignored in evaluation",
+        "the option does half of its work",
+        "test_sampler, device, args.num_workers)",
+        "test_sampler, device, 0)",
+        number("num_workers", "", "").tests,
+    ),
+    Mutant(
+        "num_workers not passed on",
+        "the option does nothing",
+        "        num_workers=num_workers,\n",
+        "",
+        parts("workers_are_forked_on_linux_and_made_anew_in_each_epoch"),
+    ),
+    number("accumulate", "parts = self.args.accumulate", "parts = 1", *LAST),
+    Mutant(
+        "accumulate does not enlarge the batch",
+        "each step takes --batch-size samples, in parts",
+        "= args.batch_size * args.accumulate",
+        "= args.batch_size",
+        shares(*LAST),
+    ),
+    number("nproc_per_node", "objs, args.nproc_per_node, join", "objs, 2, join", SPAWN),
+    number("nproc_per_node", "stop), args.nproc_per_node, join", "stop), 2, join", NODES),
+    number("rank", "            rank=args.rank,\n", "            rank=0,\n", NODES),
+    number(
+        "world_size", "            world_size=args.world_size,", "            world_size=2,", NODES
+    ),
+    number("nnodes", "= args.nnodes * args.nproc_per_node", "= 2 * args.nproc_per_node", NODES),
+    number(
+        "node_rank", "= args.node_rank * args.nproc_per_node", "= 0 * args.nproc_per_node", NODES
+    ),
+    number("epochs", "        args.total_epochs = args.epochs\n", "        pass\n", NODES),
+    Mutant(
+        "another rank in the group",
+        "processes claim one place",
+        "rank=rank,",
+        "rank=0,",
+        setup(1, SPAWN),
+    ),
+    Mutant(
+        "another rank in the group",
+        "processes claim one place",
+        "        rank=args.rank,\n        world_size",
+        "        rank=0,\n        world_size",
+        setup(1, ELASTIC),
+    ),
+    Mutant(
+        "dataset ignored",
+        "the option does nothing",
+        "load_dataset(args.dataset, args.data_dir)",
+        'load_dataset("digits", args.data_dir)',
+        option("data_set_and_folder"),
+    ),
+    Mutant(
+        "data_dir ignored",
+        "the option does nothing",
+        "load_dataset(args.dataset, args.data_dir)",
+        'load_dataset(args.dataset, "data")',
+        option("data_set_and_folder"),
+    ),
+    Mutant(
+        "model ignored",
+        "the option does nothing",
+        "build_model(args.model, train_set[0][0].shape).to",
+        'build_model("convnet", train_set[0][0].shape).to',
+        option("model"),
+    ),
+    Mutant(
+        "model overruled by the data set",
+        "the option does nothing",
+        "args.model = args.model or DEFAULT_MODEL[args.dataset]",
+        "args.model = DEFAULT_MODEL[args.dataset]",
+        option("model"),
+    ),
+    Mutant(
+        "device ignored",
+        "the option does nothing",
+        'devices[0] if args.device == "auto" else args.device',
+        "devices[0]",
+        {
+            script: f"test_options.py::test_device[{script}-arguments{number}]"
+            for number, script in enumerate(SCRIPTS)
+        },
+    ),
+    Mutant(
+        "device not used",
+        "everything is computed on the CPU",
+        "device = torch.device(args.device)",
+        'device = torch.device("cpu")',
+        parts("the_device_is_the_one_that_was_asked_for", SINGLE, PARALLEL),
+    ),
+    Mutant(
+        "device not made current",
+        "what the device's own generator draws comes from another one",
+        "        torch.accelerator.set_device_index(device.index)\n",
+        "        pass\n",
+        parts("the_device_is_the_one_that_was_asked_for", SINGLE),
+    ),
+    Mutant(
+        "device not made current",
+        "all processes' first tensors lie on the first device",
+        "        torch.accelerator.set_device_index(device.index)\n",
+        "        pass\n",
+        setup(1, SPAWN, ELASTIC),
+    ),
+    Mutant(
+        "device not made current",
+        "all processes' first tensors lie on the first device",
+        "            torch.accelerator.set_device_index(device.index)\n",
+        "            pass\n",
+        setup(1, NODES),
+    ),
+    Mutant(
+        "model stays on the CPU",
+        "the first step fails",
+        ".shape).to(device)",
+        ".shape)",
+        parts("the_optimizer_has_the_parameters_that_are_on_the_device"),
+    ),
+    Mutant(
+        "optimizer before the device",
+        "where torch makes new parameters there, nothing is trained",
+        ".to(device)  # load your model\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)\n",
+        "\n    optimizer = torch.optim.SGD(model.parameters(), args.lr, args.momentum)\n"
+        "    model = model.to(device)\n",
+        parts("the_optimizer_has_the_parameters_that_are_on_the_device"),
+    ),
+    Mutant(
+        "deterministic ignored",
+        "the option does nothing",
+        "    if args.deterministic:\n        use",
+        "    if False:\n        use",
+        parts("deterministic_kernels_are_asked_for", SINGLE, PARALLEL),
+    ),
+    Mutant(
+        "deterministic ignored",
+        "the option does nothing",
+        "    if args.deterministic:  # first",
+        "    if False:  # first",
+        parts("deterministic_kernels_come_before_the_process_group", *DDP),
+    ),
+    Mutant(
+        "kernels after the group",
+        "NCCL has chosen its own by then",
+        "    device = ddp_setup(",
+        "    deterministic, args.deterministic = args.deterministic, False\n"
+        "    device = (lambda *args: (globals()['ddp_setup'](*args), deterministic\n"
+        "              and use_deterministic_kernels())[0])(",
+        parts("deterministic_kernels_come_before_the_process_group", *DDP),
+    ),
+    Mutant(
+        "--deterministic on MPS",
+        "it fails in the first step",
+        'if args.deterministic and args.device.startswith("mps"):',
+        "if False:",
+        parts("deterministic_kernels_are_refused_on_mps", SINGLE, PARALLEL),
+    ),
+    Mutant(
+        "DDP on MPS",
+        "there is no backend for it",
+        ' if found and found.type != "mps" else ',
+        " if found else ",
+        parts("macs_have_no_ddp", *DDP),
+    ),
+    Mutant(
+        "saved at another path",
+        "--snapshot-path does nothing",
+        'Path(self.args.snapshot_path), Path(f"',
+        'Path("checkpoint.pt"), Path(f"',
+        option("snapshot_path"),
+    ),
+    Mutant(
+        "resumed from another path",
+        "--snapshot-path does nothing",
+        "    path = Path(args.snapshot_path)\n    if not args.resume",
+        '    path = Path("checkpoint.pt")\n    if not args.resume',
+        parts(LINES, SINGLE, PARALLEL, SPAWN),
+    ),
+    Mutant(
+        "resumed from another path",
+        "--snapshot-path does nothing",
+        "    path = Path(args.snapshot_path)\n    if not path.exists",
+        '    path = Path("checkpoint.pt")\n    if not path.exists',
+        parts(LINES, ELASTIC),
+    ),
+    Mutant(
+        "resumed from another path",
+        "--snapshot-path does nothing",
+        "    path, resume = Path(args.snapshot_path),",
+        '    path, resume = Path("checkpoint.pt"),',
+        parts(LINES, NODES),
+    ),
+    Mutant(
+        "resumed from another path in rank 0",
+        "--snapshot-path does nothing",
+        "torch.load(args.snapshot_path",
+        'torch.load("checkpoint.pt"',
+        parts(LINES, SPAWN),
+    ),
+    Mutant(
+        "resume ignored",
+        "the option does nothing",
+        "    if not args.resume:\n",
+        "    if True:\n",
+        option("resume", SINGLE, PARALLEL, SPAWN),
+    ),
+    Mutant(
+        "resume ignored",
+        "the option does nothing",
+        "if not args.resume and snapshot[",
+        "if snapshot[",
+        option("resume", ELASTIC),
+    ),
+    Mutant(
+        "resume ignored",
+        "the option does nothing",
+        "if not resume and snapshot[",
+        "if snapshot[",
+        option("resume", NODES),
+    ),
+    Mutant(
+        "always resumed",
+        "a run goes on from whatever lies there",
+        "    if not args.resume:\n",
+        "    if False:\n",
+        option("without_resume_nothing_is_kept", SINGLE, PARALLEL, SPAWN),
+    ),
+    Mutant(
+        "log_dir ignored",
+        "the option does nothing",
+        "        if args.log_dir:\n",
+        "        if False:\n",
+        option("log_dir", SINGLE, PARALLEL),
+    ),
+    Mutant(
+        "log_dir ignored",
+        "the option does nothing",
+        "if args.log_dir and self.rank == 0:",
+        "if False:",
+        option("log_dir", *DDP),
+    ),
+    Mutant(
+        "events in another folder",
+        "--log-dir does nothing",
+        "SummaryWriter(args.log_dir, ",
+        'SummaryWriter("events", ',
+        option("log_dir"),
+    ),
+    Mutant(
+        "no_progress ignored",
+        "the option does nothing",
+        "disable=self.args.no_progress or None",
+        "disable=None",
+        option("no_progress", SINGLE, PARALLEL),
+    ),
+    Mutant(
+        "no_progress ignored",
+        "the option does nothing",
+        "quiet = self.args.no_progress or self.rank > 0",
+        "quiet = self.rank > 0",
+        option("no_progress", *DDP),
+    ),
+    Mutant(
+        "a bar for each rank",
+        "they write over one another",
+        "quiet = self.args.no_progress or self.rank > 0",
+        "quiet = self.args.no_progress",
+        {script: f"test_parts.py::test_{FIRST_LINE}[{script}]" for script in DDP},
+    ),
+    Mutant(
+        "backend ignored",
+        "the option does nothing",
+        "init_process_group(\n        args.backend,",
+        'init_process_group(\n        "gloo",',
+        option("backend", SPAWN, ELASTIC),
+    ),
+    Mutant(
+        "backend ignored",
+        "the option does nothing",
+        "init_process_group(\n            args.backend,",
+        'init_process_group(\n            "gloo",',
+        option("backend", NODES),
+    ),
+    Mutant(
+        "NCCL where there is none",
+        "Windows with a GPU needs --backend gloo",
+        "        if not dist.is_backend_available(args.backend):  # on",
+        "        if False:  # on",
+        {
+            script: f"test_parts.py::test_auto_takes_gloo_where_nccl_is_not_built[False-{script}]"
+            for script in DDP
+        },
+    ),
+    Mutant(
+        "gloo for GPUs",
+        "NCCL is there, and unused",
+        "        if not dist.is_backend_available(args.backend):  # on",
+        "        if True:  # on",
+        {
+            script: f"test_parts.py::test_auto_takes_gloo_where_nccl_is_not_built[True-{script}]"
+            for script in DDP
+        },
+    ),
+    Mutant(
+        "libuv on Windows",
+        "torch for Windows is built without",
+        'libuv = sys.platform != "win32"',
+        "libuv = True",
+        {NODES: "test_parts.py::test_no_libuv_on_windows[win32]"},
+    ),
+    Mutant(
+        "sync_bn ignored",
+        "the option does nothing",
+        "        if args.sync_bn:\n",
+        "        if False:\n",
+        option("sync_bn", *LAST),
+    ),
+    Mutant(
+        "BatchNorm's samples counted as without --sync-bn",
+        "small batches are refused for nothing",
+        "together = 1 if args.sync_bn else world_size",
+        "together = world_size",
+        {script: shares(script)[script].replace("False", "True") for script in LAST},
+    ),
+    Mutant(
+        "BatchNorm's samples counted over all ranks",
+        "a rank with a single sample fails in training",
+        "together = 1 if args.sync_bn else world_size",
+        "together = 1",
+        shares(*LAST),
+    ),
+    Mutant(
+        "BatchNorm's samples counted over all micro-batches",
+        "one with a single sample fails in training",
+        " // together // args.accumulate)",
+        " // together)",
+        shares(*LAST),
+    ),
+    Mutant(
+        "BatchNorm's samples counted over all ranks",
+        "a rank with a single sample fails in training",
+        "sampler.sizes()[0] // args.nproc_per_node",
+        "sampler.sizes()[0]",
+        {SPAWN: "test_parts.py::test_a_parent_looks_for_single_samples_of_batchnorm"},
+    ),
+    Mutant(
+        "BatchNorm is not looked at",
+        "a run fails in training",
+        "    check_batch_norm(model, ",
+        "    (lambda *_: None)(model, ",
+        parts("batchnorm_of_single_samples_is_refused"),
+    ),
+    Mutant(
+        "no gradient scaler",
+        "gradients vanish in fp16",
+        'enabled=args.amp == "fp16"',
+        "enabled=False",
+        parts(SAVED, *LAST),
+    ),
+    Mutant(
+        "amp ignored",
+        "the option does nothing",
+        'AMP[args.amp], enabled=args.amp != "off"',
+        "torch.bfloat16, enabled=False",
+        parts("amp_in_training_and_in_evaluation", *LAST),
+    ),
+    Mutant(
+        "fp16 for bf16",
+        "the option does something else",
+        'AMP[args.amp], enabled=args.amp != "off"',
+        'torch.float16, enabled=args.amp != "off"',
+        parts("amp_in_training_and_in_evaluation", *LAST),
+    ),
+    Mutant(
+        "check ignored",
+        "the option does nothing",
+        "    if args.check:\n",
+        "    if False:\n",
+        {NODES: f"test_options.py::test_check[{NODES}]"},
+    ),
+    Mutant(
+        "no_cuda ignored",
+        "the option does nothing",
+        'args.device = "cpu" if args.no_cuda else args.device',
+        "pass",
+        {NODES: f"test_options.py::test_device[{NODES}-arguments5]"},
+    ),
+    Mutant(
+        "init_method ignored",
+        "the option does nothing",
+        "args.rank, args.world_size, urlsplit(args.init_method)",
+        'args.rank, args.world_size, urlsplit("tcp://localhost:1")',
+        {NODES: "test_parts.py::test_who_is_missing_double_or_of_another_world"},
+    ),
+    Mutant(
+        "no range",
+        "a typing error is a run of another job",
+        "not low <= value < 2**32:",
+        "False:",
+        {
+            script: f"test_options.py::test_a_number_is_refused_below_its_range[{script}-lr]"
+            for script in SCRIPTS
+        },
+    ),
+    Mutant(
+        "zero is enough",
+        "a batch of no samples",
+        "low = 0 if name in from_0 else 1",
+        "low = 0",
+        {
+            script: "test_options.py::test_a_number_is_refused_below_its_range"
+            f"[{script}-batch_size]"
+            for script in SCRIPTS
+        },
+    ),
+    Mutant(
+        "zero is too little",
+        "--momentum 0 is refused",
+        "low = 0 if name in from_0 else 1",
+        "low = 1",
+        option("the_smallest_values_are_taken"),
+    ),
+    # --- loaders ----------------------------------------------------------------------------------
+    Mutant(
+        "workers spawned, not forked",
+        "each starts Python anew in every epoch: seconds",
+        'fork = num_workers > 0 and sys.platform == "linux"',
+        "fork = False",
+        parts("workers_are_forked_on_linux_and_made_anew_in_each_epoch"),
+    ),
+    Mutant(
+        "persistent workers",
+        "they keep the seed of their first epoch",
+        "        num_workers=num_workers,\n",
+        "        num_workers=num_workers,\n        persistent_workers=num_workers > 0,\n",
+        parts("workers_are_forked_on_linux_and_made_anew_in_each_epoch"),
+    ),
+    Mutant(
+        "workers end by a signal",
+        "they take their rank down before it can save",
+        "        worker_init_fn=obey_only_the_rank,\n",
+        "",
+        parts("workers_obey_their_rank_and_copies_follow_the_loader"),
+    ),
+    Mutant(
+        "copies not waited for",
+        "from memory that is not pinned, a step may see half a batch",
+        "self.pinned = train_data.pin_memory",
+        "self.pinned = True",
+        parts("workers_obey_their_rank_and_copies_follow_the_loader"),
+    ),
+    Mutant(
+        "copies always waited for",
+        "a device waits for each batch",
+        "self.pinned = train_data.pin_memory",
+        "self.pinned = False",
+        parts("workers_obey_their_rank_and_copies_follow_the_loader"),
+    ),
+    *(
+        Mutant(
+            f"{what} in {where} copied without waiting",
+            "from memory that is not pinned, a step may see half a batch",
+            f"{before}            {first}{what} = {what}.to(self.device, non_blocking=self.pinned)",
+            f"{before}            {first}{what} = {what}.to(self.device, non_blocking=True)",
+            copied("mps"),
+        )
+        for where, before in (("training", "start=1):\n"), ("evaluation", "in self.test_data:\n"))
+        for what, first in (
+            ("source", ""),
+            (
+                "targets",
+                "source = source.to(self.device, non_blocking=self.pinned)  # load your inputs\n"
+                "            ",
+            ),
+        )
+    ),
+    Mutant(
+        "memory pinned on a Mac",
+        "a warning, and nothing is won",
+        'device.type not in ("cpu", "mps")',
+        'device.type != "cpu"',
+        copied("mps"),
+    ),
+    Mutant(
+        "memory not pinned",
+        "a device waits for each batch",
+        'device.type not in ("cpu", "mps")',
+        "False",
+        copied("cuda"),
+    ),
+    # --- what the security of a run rests on ------------------------------------------------------
+    Mutant(
+        "snapshots may run code",
+        "a file from elsewhere takes over",
+        '    snapshot = torch.load(path, map_location="cpu", weights_only=True)',
+        '    snapshot = torch.load(path, map_location="cpu", weights_only=False)',
+        parts("a_snapshot_cannot_run_code"),
+    ),
+    Mutant(
+        "snapshots may run code in rank 0",
+        "a file from elsewhere takes over",
+        'torch.load(args.snapshot_path, map_location="cpu", weights_only=True)',
+        'torch.load(args.snapshot_path, map_location="cpu", weights_only=False)',
+        parts("a_snapshot_cannot_run_code", SPAWN),
+    ),
+    Mutant(
+        "NCCL on the network",
+        "processes of one host talk past the loopback interface",
+        '        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)\n',
+        "",
+        setup(1, SPAWN, ELASTIC),
+    ),
+    Mutant(
+        "NCCL on the network",
+        "processes of one host talk past the loopback interface",
+        '            os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)\n',
+        "",
+        setup(1, NODES),
+    ),
+    Mutant(
+        "a port for the processes of one host",
+        "the store listens on all interfaces, and anybody may talk to it",
+        "store=dist.FileStore(store, world_size),",
+        'store=dist.TCPStore("localhost", 0, world_size, rank == 0, wait_for_workers=False),',
+        parts("the_processes_of_one_host_meet_without_a_port", SPAWN),
+    ),
+    Mutant(
+        "a port for a process alone",
+        "the store listens on all interfaces, and anybody may talk to it",
+        "dist.HashStore()",
+        'dist.TCPStore("localhost", 0, 1, True)',
+        parts("the_processes_of_one_host_meet_without_a_port", *LAST),
+    ),
+    # --- data_parallel.py -------------------------------------------------------------------------
+    Mutant(
+        "all devices seeded alike",
+        "they drop out the same units",
+        "set_seed(args.seed, devices=self.devices)",
+        "set_seed(args.seed)",
+        DEVICES,
+    ),
+    Mutant(
+        "the first device's generator alone is saved",
+        "a resumed run has other dropout masks on the others",
+        "get_rng_state(*self.devices)",
+        "get_rng_state(self.device)",
+        DEVICES,
+    ),
+    Mutant(
+        "the first device's generator alone is restored",
+        "a resumed run has other dropout masks on the others",
+        '["rng_states"][0], *self.devices)',
+        '["rng_states"][0], self.device)',
+        DEVICES,
+    ),
+    # --- settling, by any model -------------------------------------------------------------------
+    Mutant(
+        "buckets settled without all parameters",
+        "DDP complains in the first step, or rounds differently in the second",
+        "[weight.sum() for weight in model.parameters()",
+        "[weight.sum() for weight in [*model.parameters()][1:]",
+        parts("any_model_can_settle_its_buckets", *DDP),
+    ),
+    Mutant(
+        "the model's forward is not given back",
+        "nothing is computed",
+        "        del model.forward  # its class has the real one\n",
+        "",
+        parts("any_model_can_settle_its_buckets", *DDP),
+    ),
+    # --- joining ----------------------------------------------------------------------------------
+    Mutant(
+        "more processes than devices",
+        "two share one, and NCCL fails",
+        'if args.local_world_size > count and args.backend != "gloo":\n        raise',
+        "if False:\n        raise",
+        {NODES: "test_parts.py::test_processes_of_one_host_take_different_devices"},
+    ),
+    Mutant(
+        "processes of one host do not know of each other",
+        "all take the first device",
+        "args.local_rank = hosts[:rank].count(hosts[rank])",
+        "args.local_rank = 0",
+        {NODES: "test_parts.py::test_processes_of_one_host_take_different_devices"},
+    ),
+    Mutant(
+        "processes of one host do not count each other",
+        "each takes all cores",
+        "args.local_world_size = hosts.count(hosts[rank])",
+        "pass",
+        {NODES: "test_parts.py::test_processes_of_one_host_take_different_devices"},
+    ),
+    Mutant(
+        "waiting for rank 0 in silence",
+        "a wrong address looks like a hang",
+        'log(f"[rank {rank}] still waiting for rank 0 at',
+        'str(f"[rank {rank}] still waiting for rank 0 at',
+        {NODES: JOINING},
+    ),
+    Mutant(
+        "waiting for the others in silence",
+        "a host that was not started looks like a hang",
+        'log(f"[rank {rank}] still waiting for {missing}',
+        'str(f"[rank {rank}] still waiting for {missing}',
+        {NODES: JOINING},
+    ),
+    Mutant(
+        "joining takes any time",
+        "--timeout does nothing there",
+        "end, timeout = time.monotonic() + args.timeout,",
+        "end, timeout = time.monotonic() + 6000,",
+        {NODES: JOINING},
+    ),
+    Mutant(
+        "registered functions do not run",
+        "experiment trackers lose their last lines",
+        "    atexit._run_exitfuncs()\n",
+        "",
+        parts(LEAVES, *DDP),
+    ),
+    # --- figures ----------------------------------------------------------------------------------
+    figure(
+        "rate of samples seen before",
+        "(self.samples_seen - seen) / (",
+        "self.samples_seen / (",
+        EPOCH,
+    ),
+    figure(
+        "rate by the millisecond",
+        "(time.perf_counter() - start)\n",
+        "(time.perf_counter() - start) / 1e3\n",
+        EPOCH,
+    ),
+    figure(
+        "rate before the device is done",
+        "                torch.accelerator.synchronize()",
+        "                pass",
+        EPOCH,
+    ),
+    figure(
+        "rate with evaluation",
+        "            rate = (self.samples_seen - seen) / (time",
+        "            self._evaluate()\n            rate = (self.samples_seen - seen) / (time",
+        EPOCH,
+    ),
+    figure(
+        "training loss over the test set",
+        "train_loss / samples, test",
+        "train_loss / total, test",
+        EPOCH,
+    ),
+    figure(
+        "test loss over the training set", ", test_loss / total\n", ", test_loss / samples\n", EPOCH
+    ),
+    figure(
+        "losses swapped",
+        "train_loss, test_loss, correct = ",
+        "test_loss, train_loss, correct = ",
+        EPOCH,
+    ),
+    figure(
+        "accuracy of the training set",
+        "({correct / total:.2%})",
+        "({correct / samples:.2%})",
+        EPOCH,
+    ),
+    figure("accuracy as a share", "({correct / total:.2%})", "({correct / total:.2f}%)", EPOCH),
+    figure(
+        "correct of the training set", "{correct:.0f}/{total}", "{correct:.0f}/{samples}", EPOCH
+    ),
+    figure("losses add up over epochs", "            self.loss_sum.zero_()\n", "", EPOCH),
+    figure(
+        "epoch of a saved snapshot",
+        'log(f"Epoch {epoch} | Training',
+        'log(f"Epoch {self.epoch} | Training',
+        EPOCH,
+    ),
+    figure("event: training loss", '"loss/train", train_loss', '"loss/train", test_loss', EPOCH),
+    figure("event: test loss", '"loss/test", test_loss', '"loss/test", train_loss', EPOCH),
+    figure("event: accuracy", '"accuracy", correct / total', '"accuracy", correct', EPOCH),
+    figure("event: rate", '"samples_per_second", rate', '"samples_per_second", samples', EPOCH),
+    figure(
+        "event: epoch",
+        '"loss/train", train_loss, epoch',
+        '"loss/train", train_loss, self.epoch + 1',
+        EPOCH,
+    ),
+    figure("events stay in memory", "                self.writer.flush()\n", "", EPOCH),
+    figure(
+        "steps as samples",
+        "Steps: {len(self.train_data)}",
+        "Steps: {len(self.train_data.dataset)}",
+        STEPS,
+    ),
+    figure(
+        "batch size",
+        "b_sz, log_interval = self.args.batch_size,",
+        "b_sz, log_interval = 32,",
+        STEPS,
+    ),
+    figure(
+        "epoch that begins", 'line = f"Epoch {epoch} |', 'line = f"Epoch {self.epoch} |', FIRST_LINE
+    ),
+    figure("CUDA for GPU", '.upper().replace("CUDA", "GPU")', ".upper()", FIRST_LINE),
+    figure(
+        "GPU for every device", 'self.device.type.upper().replace("CUDA", "GPU")', '"GPU"', STEPS
+    ),
+    figure("rank 0 in every rank's line", "[{name}{self.rank}]", "[{name}0]", FIRST_LINE, *DDP),
+    figure("step's loss as a sum", "{loss.item() / count:.6f}", "{loss.item():.6f}", STEPS),
+    figure(
+        "steps from 0",
+        "enumerate(progress, start=1)",
+        "enumerate(progress)",
+        STEPS,
+        SINGLE,
+        PARALLEL,
+    ),
+    figure(
+        "training loss of means",
+        "self.loss_sum += loss\n",
+        "self.loss_sum += loss / count\n",
+        STEPS,
+    ),
+    figure(
+        "test loss of means",
+        'loss_sum += F.cross_entropy(output, targets, reduction="sum")',
+        "loss_sum += F.cross_entropy(output, targets)",
+        STEPS,
+    ),
+    figure(
+        "wrong ones counted",
+        "(output.argmax(dim=1) == targets)",
+        "(output.argmax(dim=1) != targets)",
+        STEPS,
+    ),
+    figure(
+        "the job's first line",
+        'save_every: {save_every}, batch_size: {batch_size}"',
+        'save_every: {total_epochs}, batch_size: {batch_size}"',
+        LINES,
+    ),
+    figure(
+        "batch size in the first line",
+        'batch_size: {batch_size}"',
+        'batch_size: {test_batch_size}"',
+        LINES,
+    ),
+    figure(
+        "epochs in the first line",
+        '"total_epochs: {total_epochs},',
+        '"total_epochs: {save_every},',
+        LINES,
+    ),
+    figure(
+        "sample of a stop",
+        "Stopped at sample {self.samples_seen}",
+        "Stopped at sample {samples}",
+        LINES,
+    ),
+    figure(
+        "epoch of a resume",
+        "at Epoch {self.epoch}, sample",
+        "at Epoch {self.epoch + 1}, sample",
+        LINES,
+    ),
+    figure("sample of a resume", ", sample {self.samples_seen}", ", sample 0", LINES),
+    figure(
+        "no line about a missing snapshot", 'log(f"No snapshot at', 'str(f"No snapshot at', LINES
+    ),
+    figure(
+        "host and device swapped",
+        "host {socket.gethostname()} | device {device}",
+        "host {device} | device {socket.gethostname()}",
+        RANK,
+        SPAWN,
+        ELASTIC,
+    ),
+    figure(
+        "host and address swapped",
+        "host {socket.gethostname()} at {address}",
+        "host {address} at {socket.gethostname()}",
+        RANK,
+        NODES,
+    ),
+    figure("device's type alone", "| device {device}", "| device {device.type}", RANK, *DDP),
+    figure(
+        "backend as given", "backend {dist.get_backend()}", "backend {args.backend}", RANK, *DDP
+    ),
+    figure(
+        "cores for threads",
+        "threads {torch.get_num_threads()}",
+        "threads {os.cpu_count()}",
+        RANK,
+        *DDP,
+    ),
+    figure("local rank for the rank", '"[rank {rank} of', '"[rank {rank - 1} of', RANK, SPAWN),
+    figure("ranks from 1", '"[rank {args.rank} of', '"[rank {args.rank + 1} of', RANK, *LAST),
+    figure(
+        "world", '"[rank {rank} of {world_size}]', '"[rank {rank} of {world_size + 1}]', RANK, SPAWN
+    ),
+    figure(
+        "world",
+        '"[rank {args.rank} of {args.world_size}]',
+        '"[rank {args.rank} of {args.rank}]',
+        RANK,
+        *LAST,
+    ),
+    figure(
+        "rank 0's line alone",
+        "    log(line, every_rank=True)\n",
+        "    log(line) if args.rank == 0 else None\n",
+        RANK,
+        *LAST,
+    ),
+    figure(
+        "total time in milliseconds",
+        "Total time: {time.perf_counter() - start:.3f}",
+        "Total time: {(time.perf_counter() - start) * 1e3:.3f}",
+        TOTAL_TIME,
+    ),
+    Mutant(
+        "figure: devices",
+        "a wrong number is printed",
+        "split over {count} devices",
+        "split over {count + 1} devices",
+        DEVICES_LINE,
+    ),
+    Mutant(
+        "figure: split or not",
+        "a wrong line is printed",
+        "if count > 1 else",
+        "if count < 1 else",
+        DEVICES_LINE,
+    ),
+    Mutant(
+        "figure: size in MiB",
+        "a wrong number is printed",
+        "{size / 1e6:.2f} MB",
+        "{size / 2**20:.2f} MB",
+        FIGURES,
+    ),
+    Mutant(
+        "figure: all-reduce in seconds",
+        "a wrong number is printed",
+        "{reduce * 1e3:.2f} ms",
+        "{reduce:.2f} ms",
+        FIGURES,
+    ),
+    Mutant(
+        "figure: speed in gigabits",
+        "a wrong number is printed",
+        "size / reduce / 1e9",
+        "size / reduce / 1e9 * 8",
+        FIGURES,
+    ),
+    Mutant(
+        "figure: compute in seconds",
+        "a wrong number is printed",
+        "{compute * 1e3:.2f} ms",
+        "{compute:.2f} ms",
+        FIGURES,
+    ),
+    Mutant(
+        "figure: share of the computation",
+        "a wrong number is printed",
+        "share, epoch = reduce /",
+        "share, epoch = compute /",
+        FIGURES,
+    ),
+    Mutant(
+        "figure: epoch without computation",
+        "a wrong number is printed",
+        "steps * (compute + reduce)",
+        "steps * reduce",
+        FIGURES,
+    ),
+    Mutant(
+        "figure: the first step counts",
+        "a wrong number is printed",
+        "zip(*rows, strict=True)",
+        "zip(*seconds.tolist()[:2], strict=True)",
+        FIGURES,
     ),
     # --- common/ ----------------------------------------------------------------------------------
     Mutant(
@@ -788,15 +2064,92 @@ MUTANTS = [
     Mutant(
         "remainder dropped",
         "the last samples of an epoch are left out",
-        "in range(self.start, len(order), self.global_batch):",
-        "in range(self.start, len(order) - self.global_batch + 1, self.global_batch):",
+        "for window in order[self.start :].split(self.sizes()):",
+        "for window in order[self.start :].split(self.sizes()[:-1] + [0])[:-1]:",
         common(DATA, "sampler_deals_every_sample_once[0-3-100]"),
+    ),
+    Mutant(
+        "windows of a fixed size",
+        "an epoch ends with a short batch, and ranks may lack a step",
+        ".split(self.sizes()):",
+        ".split(self.global_batch):",
+        common(DATA, "sampler_deals_every_sample_once[0-3-100]"),
+    ),
+    Mutant(
+        "larger batches first",
+        "a batch that is too small for BatchNorm fails at the epoch's end",
+        "[size] * (steps - larger) + [size + 1] * larger",
+        "[size + 1] * larger + [size] * (steps - larger)",
+        common(DATA, "global_batches_are_even_and_go_on_as_they_began[32-97]"),
+    ),
+    Mutant(
+        "an empty training set",
+        "an epoch without steps, and a loss of nan",
+        "if len(dataset) == 0:",
+        "if False:",
+        common(DATA, "an_empty_training_set_is_refused"),
+    ),
+    Mutant(
+        "no empty batches",
+        "a rank without a sample fails, and the others wait for it",
+        "if not indices:",
+        "if False:",
+        common(DATA, "batches_of_any_dataset"),
+    ),
+    Mutant(
+        "a sample at a time",
+        "data sets with __getitems__ are as slow as others",
+        'if hasattr(self.dataset, "__getitems__"):',
+        "if False:",
+        common(DATA, "a_data_set_with_getitems_is_asked_once_a_batch"),
+    ),
+    Mutant(
+        "batches without a seed of their own",
+        "augmentation depends on the number of workers, and a resumed run has another",
+        "            set_seed(worker.seed - worker.id + indices[0])\n",
+        "            pass\n",
+        common(DATA, NOISE),
+    ),
+    Mutant(
+        "augmentation differs by worker",
+        "it depends on their number",
+        "worker.seed - worker.id + indices[0]",
+        "worker.seed + indices[0]",
+        common(DATA, NOISE),
+    ),
+    Mutant(
+        "all batches are augmented alike",
+        "the same numbers again and again",
+        "worker.seed - worker.id + indices[0]",
+        "worker.seed - worker.id",
+        common(DATA, NOISE),
+    ),
+    Mutant(
+        "workers end by a signal",
+        "they take their rank down before it can save",
+        "    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})\n",
+        "",
+        common(DATA, "a_worker_obeys_its_rank_alone"),
+    ),
+    Mutant(
+        "workers obey anybody",
+        "they take their rank down before it can save",
+        ".si_pid != os.getppid():",
+        ".si_pid == -1:",
+        common(DATA, "a_worker_obeys_its_rank_alone"),
+    ),
+    Mutant(
+        "workers obey nobody",
+        "they stay when their rank is done",
+        "    threading.Thread(target=wait, daemon=True).start()\n",
+        "",
+        common(DATA, "a_worker_obeys_its_rank_alone"),
     ),
     Mutant(
         "sampler starts anew",
         "an epoch entered in the middle repeats samples",
-        "in range(self.start, len(order), self.global_batch):",
-        "in range(0, len(order), self.global_batch):",
+        "order[self.start :].split(",
+        "order[: len(order) - self.start].split(",
         common(DATA, "sampler_deals_every_sample_once[64-3-100]"),
     ),
     Mutant(
@@ -844,9 +2197,30 @@ MUTANTS = [
     Mutant(
         "--deterministic does nothing",
         "GPU runs differ",
-        "        torch.use_deterministic_algorithms(True)\n",
+        "    torch.use_deterministic_algorithms(True)\n",
         "",
-        common(SEED, "deterministic_kernels_are_optional"),
+        common(SEED, "deterministic_kernels"),
+    ),
+    Mutant(
+        "all devices of a process draw alike",
+        "nn.DataParallel drops out the same units on each",
+        ".manual_seed(value + number)",
+        ".manual_seed(value)",
+        common(SEED, "each_device_of_a_process_draws_its_own_and_is_restored"),
+    ),
+    Mutant(
+        "the devices' RNG is not restored",
+        "a resumed run on GPUs has other dropout masks",
+        ".set_rng_state(state[device.type][number], device)",
+        ".get_rng_state(device)",
+        common(SEED, "each_device_of_a_process_draws_its_own_and_is_restored"),
+    ),
+    Mutant(
+        "BatchNorm of single samples",
+        "torch raises at the first step, or statistics are none",
+        "if smallest < 2 and any(",
+        "if False and any(",
+        common(MODEL, "batchnorm_of_single_samples_is_refused"),
     ),
 ]
 

@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -160,6 +161,69 @@ def test_batches_of_any_dataset(digits):
         assert no_targets.dtype == targets.dtype
     assert source["half"].tolist() == [[3.5], [1.5]] and source["name"] == ["sample 7", "sample 3"]
     assert none["half"].shape == (0, 1)
+
+
+class Counted(Plain):
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.asked = []
+
+    def __getitems__(self, indices: list[int]) -> list:
+        self.asked.append(indices)
+        return [self[index] for index in indices]
+
+
+def test_a_data_set_with_getitems_is_asked_once_a_batch():
+    dataset = Counted(10)
+    assert Batches(dataset)[[7, 3]][1].tolist() == [7, 3] and dataset.asked == [[7, 3]]
+
+
+class Noise(Dataset):
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> float:
+        return random.random() + np.random.rand() + torch.rand(()).item()
+
+
+def test_a_batchs_noise_in_a_worker_is_that_of_its_epoch_and_first_sample(monkeypatch):
+    def draw(seed: int, worker: int, indices: list[int]) -> float:
+        info = SimpleNamespace(seed=seed + worker, id=worker)  # as torch makes them
+        monkeypatch.setattr("common.data.get_worker_info", lambda: info)
+        return Batches(Noise())[indices][0].item()
+
+    first = draw(100, 0, [3, 8])
+    assert draw(100, 0, [8, 3]) != first != draw(200, 0, [3, 8])
+    assert draw(100, 1, [3, 8]) == first  # whichever worker it comes to
+    monkeypatch.setattr("common.data.get_worker_info", lambda: None)
+    set_seed(7)
+    values = [Batches(Noise())[[3, 8]][0].item() for _ in range(2)]
+    assert values[0] != values[1]  # no worker: the process's own numbers go on
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="others cannot tell who sends a signal")
+def test_a_worker_obeys_its_rank_alone():
+    code = """if True:
+        import multiprocessing, os, signal, time
+        from common.data import obey_only_the_rank
+        def work():
+            obey_only_the_rank(0)
+            for signum in (signal.SIGTERM, signal.SIGINT):
+                os.kill(os.getpid(), signum)
+            time.sleep(0.5)
+            theirs.send("alive")
+            time.sleep(60)
+        ours, theirs = multiprocessing.Pipe()
+        worker = multiprocessing.get_context("fork").Process(target=work, daemon=True)
+        worker.start()
+        print(ours.recv() if ours.poll(5) else "dead")
+        worker.terminate()
+        worker.join(5)
+        print("status", worker.exitcode)
+        worker.kill()
+    """
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "alive\nstatus 0\n", done.stderr  # and not by a signal
 
 
 @pytest.mark.parametrize("count", [1, 5, 31, 32, 33, 65, 97, 12_000])

@@ -1,5 +1,6 @@
 """mutate.py's list is not stale, and has what must be there. To see its mutants killed, run it."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from mutate import (
     mutated,
     runs,
 )
+from test_options import NUMBERS, OTHERS
 
 RUNS = list(runs([]))
 REQUIRED = {
@@ -41,13 +43,70 @@ REQUIRED = {
     "loss not divided in accumulation": (ELASTIC, NODES),
     "scaler not restored": (ELASTIC, NODES),
     "stale snapshot on a restart": (ELASTIC, NODES),
-    "no barrier before leaving": DDP,
+    "no barrier after the save": DDP,
+    "schedule not restored": SCRIPTS,
+    "settings not kept": SCRIPTS,
+    "snapshots may run code": SCRIPTS,
+    "gloo on the network": DDP,
+    "NCCL on the network": DDP,
+    "a port for the processes of one host": (SPAWN,),
     "stopped is done": SCRIPTS,
     "deaf to signals": (SINGLE, PARALLEL),
     "each rank stops by itself": DDP,
     "rank without the host's number": (NODES,),
     "set_seed without the rank": (SEED,),
 }
+
+# README's guarantees, and what breaks them.
+GUARANTEES = {
+    "Same job, same result.": ("no DDP wrap", "mean of the ranks' means", "weights not seeded"),
+    "Every sample once.": ("shards overlap", "padded evaluation", "resumed epoch from its start"),
+    "One snapshot format.": (
+        "wrapped names in the snapshot",
+        "snapshot without every setting",
+        "saved in place",
+        "not on the disk",
+        "snapshots may run code",
+        "snapshots may run code in rank 0",
+    ),
+    "Resume is exact.": ("RNG not restored", "optimizer not restored", "buckets not settled"),
+    "Stop requests are obeyed.": (
+        "deaf to signals",
+        "each rank stops by itself",
+        "stopped is done",
+        "patience without an end",
+        "children left behind",
+        "orphans train on",
+        "workers end by a signal",
+    ),
+    "Failures speak.": (
+        "no @record",
+        "the others' errors hide the first",
+        "a rank's own error passes for a lost peer",
+        "no range",
+        "waiting for the save in silence",
+        "waiting for the data in silence",
+        "waiting for the others in silence",
+        "joining takes any time",
+        "no time-out",
+    ),
+    "Runs anywhere.": (
+        "device ignored",
+        "DDP on MPS",
+        "threads not set",
+        "NCCL where there is none",
+    ),
+    "No fixed ports.": (
+        "gloo on the network",
+        "NCCL on the network",
+        "a port for the processes of one host",
+        "a port for a process alone",
+    ),
+}
+# Options whose mutant has a name of its own, and those that do nothing.
+NAMES = {"seed": "seed not passed to the sampler", "timeout": "no time-out"}
+NAMES |= {"snapshot_path": "saved at another path", "compile": "nothing compiled"}
+IDLE = ("unused", "help")
 
 
 def test_each_breaks_its_files_in_one_place():
@@ -70,12 +129,28 @@ def test_it_breaks_every_script_that_could_have_this_bug(name):
     assert {*REQUIRED[name]} <= {file for mutant, file in RUNS if mutant.name == name}
 
 
+@pytest.mark.parametrize("name", [name for name in (*NUMBERS, *OTHERS) if name not in IDLE])
+def test_each_option_is_ignored_once(name):
+    mutant = NAMES.get(name, f"{name} ignored")
+    scripts = NUMBERS[name].scripts if name in NUMBERS else ()
+    broken = {file for other, file in RUNS if other.name == mutant}
+    assert broken and {*scripts} <= broken
+
+
+def test_each_guarantee_is_broken():
+    readme = (ROOT / "README.md").read_text()
+    (rows,) = re.findall(r"^## What you can count on$(.*?)^## ", readme, re.M | re.S)
+    assert re.findall(r"^\| \*\*(.*?)\*\*", rows, re.M) == [*GUARANTEES]
+    assert {*sum(GUARANTEES.values(), ())} <= {mutant.name for mutant in MUTANTS}
+
+
 def test_the_tests_that_it_names_exist(request):
     named = {test for mutant in MUTANTS for test in mutant.tests.values()}
     for file in {test.split("::")[0] for test in named}:
         path = Path(__file__).with_name(file)
         tests = pytest.Module.from_parent(request.session, path=path).collect()
-        known = {test.nodeid.split("/")[-1] for test in tests}
+        known = {test.nodeid.removeprefix("tests/") for test in tests}
+        known |= {test.split("[")[0] for test in known}  # with all its parameters
         assert {test for test in named if test.startswith(f"{file}::")} <= known
 
 

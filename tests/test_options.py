@@ -4,11 +4,12 @@ An option without a row in one of the two tables fails.
 """
 
 import argparse
+import ast
 import importlib
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -17,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from conftest import SCRIPTS
+from conftest import ROOT, SCRIPTS
 from test_parts import inner
 
 from common.data import make_digits
@@ -273,6 +274,13 @@ def test_resume(tools, script):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
+def test_without_resume_nothing_is_kept(tools, script):
+    tools = tools(script)
+    tools.trainer("--lr", 0.5)._save_snapshot()
+    assert lr(tools) == 0.01
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_log_dir(tools, script):
     tools, opened = tools(script), []
     writer = SimpleNamespace(SummaryWriter=lambda folder, **_: opened.append(folder))
@@ -323,7 +331,7 @@ def test_sync_bn(tools, script):
     trainer = tools.trainer("--model", "mlp")
     trainer.args.sync_bn = True
     objs = (inner(trainer), trainer.train_data, trainer.test_data, trainer.optimizer)
-    module.Trainer(*objs, trainer.schedule, trainer.device, None, "run", STOP, trainer.args)
+    module.Trainer(*objs, trainer.schedule, trainer.device, None, STOP, trainer.args)
     assert converted == [inner(trainer)]
 
 
@@ -351,6 +359,30 @@ def test_device(parse, monkeypatch, script, arguments):
         assert module.parse_args().device == device
 
 
+@pytest.mark.parametrize("script", ELASTIC)
+def test_amp_is_kept(tools, script):
+    tools = tools(script)
+    tools.trainer("--amp", "bf16")._save_snapshot()
+    assert tools.trainer("--resume").args.amp == "bf16"
+    assert tools.trainer("--resume", "--amp", "off").args.amp == "off"
+
+
+def test_epochs_overrule_the_snapshots(tools):
+    tools = tools("multinode.py")
+    tools.trainer("--epochs", 3)._save_snapshot()
+    for arguments, expected in (((), 3), (("--epochs", 4), 4)):
+        tools.trainer("--resume", *arguments)
+        assert tools.make.total_epochs == expected
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_smallest_values_are_taken(parse, script):
+    """A rate of 0, a batch of 1."""
+    options = ("--lr", 0, "--momentum", 0, "--seed", 0, "--batch-size", 1)
+    args = parse(script, 1, 1, *options)[1]
+    assert (args.lr, args.momentum, args.seed, args.batch_size) == (0, 0, 0, 1)
+
+
 # The option, and the test that fails where it does nothing.
 OTHERS = {
     "dataset": "test_options.py::test_data_set_and_folder",
@@ -369,7 +401,7 @@ OTHERS = {
     "init_method": "test_multinode.py::test_ways_of_launching",
     "check": "test_options.py::test_check",
     "no_cuda": "test_options.py::test_device",
-    "local_rank": "test_torchrun.py::test_ways_of_launching",
+    "unused": "test_torchrun.py::test_ways_of_launching",  # --local-rank
     "help": "test_readme.py::test_the_commands_in_their_order",
 }
 
@@ -394,3 +426,97 @@ def test_every_option_has_a_row(parse, monkeypatch, script):
     module = importlib.import_module(script.removesuffix(".py"))
     kept = {name for name in numbers if NUMBERS[name].kept}
     assert {*module.KEPT} & NUMBERS.keys() == kept
+
+
+# --- what is printed, by the expressions in it --------------------------------------------------
+
+EPOCH, STEPS = "the_line_of_an_epoch", "the_lines_of_steps_and_the_sums_of_an_epoch"
+START, RANK = "the_lines_of_the_start_of_a_stop_and_of_a_resume", "the_line_of_a_rank"
+FIRST = "an_epochs_first_line_names_the_device_and_the_rank"
+CHECK, DEVICES = "the_figures_of_check", "data_parallel_says_over_how_many_devices_it_splits"
+TOTAL_TIME = "the_total_time_is_in_seconds"
+# Of each function: the figures in its lines, and the test of test_parts.py that has them all.
+FIGURES = {
+    "__init__": {DEVICES: ("count", "device", "split")},
+    "_run_epoch": {
+        FIRST: ("name", "self.rank", "line", "epoch", "b_sz", "len(self.train_data)"),
+        STEPS: ("step", "loss.item() / count"),
+    },
+    "_load_snapshot": {START: ("self.epoch", "self.samples_seen")},
+    "train": {
+        EPOCH: (
+            "epoch",
+            "losses",
+            "accuracy",
+            "train_loss",
+            "test_loss",
+            "correct",
+            "total",
+            "correct / total",
+            "rate",
+            "path",
+        ),
+        START: ("self.samples_seen",),
+    },
+    "check": {
+        CHECK: (
+            "size / 1000000.0",
+            "reduce * 1000.0",
+            "sent",
+            "compute * 1000.0",
+            "share",
+            "steps",
+            "epoch",
+        ),
+        "check_adds_up": ("wrong.item()", "world_size * count"),
+    },
+    "open_snapshot": {START: ("path",)},
+    "ddp_setup": {
+        RANK: (
+            "rank",
+            "world_size",
+            "args.rank",
+            "args.world_size",
+            "socket.gethostname()",
+            "address",
+            "device",
+            "dist.get_backend()",
+            "torch.get_num_threads()",
+        )
+    },
+    "main": {TOTAL_TIME: ("time.perf_counter() - start",)},
+    "<module>": {TOTAL_TIME: ("time.perf_counter() - start",)},
+}
+SCALARS = {"loss/train", "loss/test", "accuracy", "samples_per_second"}  # they are in EPOCH, too
+
+
+def figures(tree: ast.AST, function: str = "<module>") -> Iterator[tuple[str, str]]:
+    """Where a script makes a line that it prints, and the expressions in it."""
+    for node in ast.iter_child_nodes(tree):
+        inside = node.name if isinstance(node, ast.FunctionDef) else function
+        if inside in FIGURES and not isinstance(node, ast.Raise):
+            if isinstance(node, ast.FormattedValue):
+                yield inside, ast.unparse(node.value)
+            yield from figures(node, inside)
+        elif not isinstance(node, ast.FunctionDef):
+            yield from figures(node, inside)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_printed_figure_has_a_row(script):
+    text = (ROOT / script).read_text()
+    tests = Path(__file__).with_name("test_parts.py").read_text()
+    assert {*re.findall(r'add_scalar\("(.*?)"', text)} == SCALARS
+    for function, figure in figures(ast.parse(text)):
+        rows = [test for test, known in FIGURES[function].items() if figure in known]
+        elsewhere = OTHER_FIGURES.get(function, ())
+        assert rows or figure in elsewhere, f"{function} prints {figure}: test it, add a row"
+        assert all(f"def test_{test}(" in tests for test in rows)
+
+
+# Parts of errors and of names, which other tests have.
+OTHER_FIGURES = {
+    "open_snapshot": ("name", "then", "now"),
+    "ddp_setup": ("where", "args.init_method", "reason", "line"),
+    "<module>": ("error",),
+}

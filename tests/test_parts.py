@@ -4,6 +4,7 @@ One process is the whole group here, on a CPU. A test about another rank pretend
 """
 
 import atexit
+import importlib
 import json
 import os
 import random
@@ -657,6 +658,8 @@ SAID = [  # by whom, what, and whether it is a lost peer's
     (RuntimeError, "[a/gloo/pair.cc:1] Read error [10.0.0.2]:1: Connection reset by peer", True),
     (RuntimeError, "[a/gloo/buf.cc:1] Timed out waiting 3000ms for recv operation", True),
     (RuntimeError, "[a/gloo/pair.cc:1] writev [10.0.0.2]:1: Broken pipe", True),
+    (RuntimeError, "[a/gloo/uv.cc:1] Connection is broken by pair closure", True),
+    (RuntimeError, "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=9)", True),
     (RuntimeError, "[a/gloo/device.cc:1] Unable to find address for: eth9", False),
     (RuntimeError, "[enforce fail at gloo/pair.cc:4] op.preamble.length <= op.nbytes", False),
     (dist.DistStoreError, "wait timeout after 600000ms, keys: /default_pg/0", True),
@@ -824,7 +827,7 @@ def test_after_a_restart_the_furthest_snapshot_counts(make, monkeypatch):
     trainer._save_snapshot()
     args, asked = trainer.args, []
     monkeypatch.setattr(dist, "broadcast_object_list", lambda box, src: asked.append((src, box)))
-    args.world_size = 3
+    args.world_size, args.run = 3, "this run"
     for resume, own in ((False, (False, -1, 0)), (True, (False, 7, 0))):
         for others in ([(True, 1, 320), (True, 1, 64)], [(False, -1, 0)] * 2):
 
@@ -834,7 +837,7 @@ def test_after_a_restart_the_furthest_snapshot_counts(make, monkeypatch):
 
             monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
             args.resume = resume
-            module.find_snapshot(args, "this run")
+            module.find_snapshot(args)
     assert [src for src, _ in asked] == [1, 0, 1, 0]
     assert [box[0] is None for _, box in asked] == [True, True, False, False]
 
@@ -861,3 +864,488 @@ def test_check_adds_up(make, capsys):
     trainer.world_size = 2  # so the sums of one process are wrong
     with pytest.raises(SystemExit, match="error: 669706 of 1339412 sums of the all-reduce are"):
         module.check(trainer)
+
+
+# --- what a process of several does ---------------------------------------------------------------
+
+
+class Made(Exception):
+    pass
+
+
+def made(seen: dict, *given: object) -> None:
+    seen["trainer"] = given
+    raise Made
+
+
+@every_ddp_script
+@pytest.mark.parametrize("together", [False, True])
+def test_a_rank_of_three_gets_its_shares_its_seed_and_its_smallest_batch(
+    parse, monkeypatch, script, together
+):
+    """With SyncBatchNorm, batches are normalised together."""
+    accumulate = 2 if script in SCRIPTS[3:] else 1
+    options = ("--accumulate", 2) if accumulate == 2 else ()
+    module, args = parse(script, "--batch-size", 5, "--test-batch-size", 2, "--seed", 7, *options)
+    args.rank = args.local_rank = 1
+    args.world_size = args.local_world_size = 3
+    args.sync_bn = together
+    data, seeds, smallest, seen = (make_digits(40, 0), make_digits(10, 1)), [], [], {}
+    for name in ("agree_on_run", "run_name", "find_snapshot"):
+        monkeypatch.setattr(module, name, lambda *_: None, raising=False)
+    for name in ("barrier", "broadcast_object_list"):
+        monkeypatch.setattr(dist, name, lambda *_: None)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(module, "ddp_setup", lambda *_: CPU)
+    monkeypatch.setattr(module, "load_dataset", lambda *_: data)
+    monkeypatch.setattr(module, "set_seed", lambda *given: seeds.append(given))
+    monkeypatch.setattr(module, "check_batch_norm", lambda _, count: smallest.append(count))
+    monkeypatch.setattr(module, "Trainer", lambda *given: made(seen, *given))
+    if script == "ddp_torchrun.py":  # it takes what rank 0 sends
+        monkeypatch.setattr(dist, "broadcast_object_list", lambda box: box.__setitem__(1, {}))
+    with pytest.raises(Made):
+        module.main(*((1, 3, "store", *data, None, args) if script == SCRIPTS[2] else (args, None)))
+    assert seeds == [(7,), (7, 1)]  # the same weights, and draws of its own
+    _, train_data, test_data, *_ = seen["trainer"]
+    sampler = train_data.sampler
+    assert (sampler.num_replicas, sampler.rank, sampler.seed) == (3, 1, 7)
+    assert sampler.global_batch == 5 * accumulate * 3
+    assert list(test_data.sampler) == [[1, 4], [7]]
+    if script != "ddp_spawn.py":  # 20 samples are the smaller of two global batches
+        assert smallest == [20 // (1 if together else 3) // 2]
+
+
+def test_a_parent_looks_for_single_samples_of_batchnorm(parse, monkeypatch):
+    module, args = parse("ddp_spawn.py", "--model", "resnet18", "--batch-size", 1)
+    monkeypatch.setattr(module, "load_dataset", lambda *_: (make_digits(40, 0),) * 2)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(mp, "spawn", lambda *_, **__: pytest.fail("processes are started"))
+    with pytest.raises(module.DataError, match="the smallest batch has 1"):
+        module.spawn(args, torch.zeros((), dtype=torch.int32))
+
+
+@every_script
+def test_a_step_is_on_the_mean_over_the_global_batch(make, monkeypatch, script):
+    """Of a rank that has 10 of 40 samples; the other one has the rest."""
+    parts = 3 if script in SCRIPTS[3:] else 1
+    options = ("--accumulate", 3) if parts == 3 else ()
+    _, trainer = make(script, "--model", "mlp", *options)
+    model, synced = inner(trainer), []
+    trainer.world_size = 2 if script in SCRIPTS[2:] else 1
+    model.register_forward_pre_hook(
+        lambda *_: synced.append(getattr(trainer.model, "require_backward_grad_sync", True))
+    )
+    monkeypatch.setattr(trainer.optimizer, "step", lambda *_: None)
+    source, targets = make_digits(10, 0).__getitems__(range(10))
+    for _ in range(2):  # the second step knows nothing of the first one's gradients
+        loss = trainer._run_batch(source, targets, 40)
+    assert synced == [False] * (parts - 1) + [True] + [False] * (parts - 1) + [True]
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    expected = torch.nn.functional.cross_entropy(model(source), targets, reduction="sum")
+    (expected * trainer.world_size / 40).backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    for gradient, parameter in zip(gradients, model.parameters(), strict=True):
+        assert torch.allclose(gradient, parameter.grad, atol=1e-6)
+
+
+@every_ddp_script
+def test_each_batch_counts_as_much_as_all_ranks_have_of_it(make, script):
+    """Of 13, 13 and 14 samples, two ranks have 7 and 6, or 7."""
+    _, trainer = make(script, "--model", "mlp", "--batch-size", 7)
+    sampler, counts = trainer.train_data.sampler, []
+    sampler.num_replicas = trainer.world_size = 2
+    sampler.global_batch = 14
+    trainer._run_batch = lambda _, targets, count: (
+        counts.append((len(targets), count)) or torch.zeros(())
+    )
+    trainer._run_epoch(0)
+    assert counts == [(7, 13), (7, 13), (7, 14)] and trainer.samples_seen == 40
+
+
+@every_ddp_script
+def test_every_rank_starts_from_what_rank_0_sends(make, monkeypatch, script):
+    _, trainer = make(script, "--model", "mlp")
+    assert type(trainer.model) is torch.nn.parallel.DistributedDataParallel
+    trainer.epoch = 3
+    trainer._save_snapshot()
+    snapshot = load(Path("checkpoint.pt"))
+
+    def send(box, src=0):
+        box[0] = snapshot
+        if len(box) == 2:
+            box[1] = {**box[1], "total_epochs": 9}
+
+    monkeypatch.setattr(dist, "broadcast_object_list", send)
+    _, trainer = make(script, "--model", "mlp", "--snapshot-path", "none.pt")
+    assert trainer.epoch == 3 and make.total_epochs == (5 if script == "ddp_spawn.py" else 9)
+
+
+@every_ddp_script
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_says_first_what_does_not_fit(make, monkeypatch, script, rank):
+    _, trainer = make(script, "--model", "mlp")
+    trainer._save_snapshot()
+    snapshot, calls = load(Path("checkpoint.pt")), []
+    monkeypatch.setattr(dist, "barrier", lambda: calls.append("barrier"))
+    trainer.rank = rank
+    trainer._load_snapshot(snapshot)
+    assert calls == ["barrier"]
+    del snapshot["model"]
+    with pytest.raises(SystemExit, match="cannot resume"):
+        trainer._load_snapshot(snapshot)
+    assert calls == ["barrier"] * (1 + rank)
+
+
+@pytest.mark.parametrize("script", ["ddp_spawn.py", "multinode.py"])
+@pytest.mark.parametrize("how", ["hangs", "killed"])
+def test_a_parent_ends_a_job_of_which_a_rank_hangs_or_is_killed(
+    parse, monkeypatch, capsys, script, how
+):
+    stop, events = torch.zeros((), dtype=torch.int32), []
+    child = SimpleNamespace(kill=lambda: events.append("kill"))
+
+    def join(timeout, grace_period):
+        if how == "killed":
+            raise mp.ProcessExitedException(
+                "process 1 terminated with signal SIGKILL", 1, 1, -9, "SIGKILL"
+            )
+        assert len(events) < 99
+        events.append(timeout)
+        stop.fill_(signal.SIGTERM)
+        return False
+
+    module, args = parse(script)
+    monkeypatch.setattr(
+        mp, "spawn", lambda *_, **__: SimpleNamespace(processes=[child, child], join=join)
+    )
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(module, "load_dataset", lambda *_: (make_digits(10, 0),) * 2)
+    said = "^error: process 1 .* SIGKILL: --resume goes on" if how == "killed" else "143"
+    with pytest.raises(SystemExit, match=said):
+        module.spawn(args, stop)
+    assert events == ([1] * 26 if how == "hangs" else []) + ["kill", "kill"]
+    assert ("error: not all ranks stopped" in capsys.readouterr().out) == (how == "hangs")
+
+
+@pytest.mark.parametrize("script", ["ddp_spawn.py", "multinode.py"])
+def test_a_parent_waits_for_as_long_as_nobody_asks_it_to_stop(parse, monkeypatch, script):
+    seconds = iter([False] * 99 + [True])
+    context = SimpleNamespace(processes=[], join=lambda **_: next(seconds))
+    module, args = parse(script)
+    monkeypatch.setattr(mp, "spawn", lambda *_, **__: context)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(module, "load_dataset", lambda *_: (make_digits(10, 0),) * 2)
+    module.spawn(args, torch.zeros((), dtype=torch.int32))
+    assert not [*seconds]
+
+
+@every_ddp_script
+def test_the_processes_of_one_host_meet_without_a_port(parse, monkeypatch, script):
+    module, args = parse(script)
+    given = {}
+    monkeypatch.setattr(dist, "init_process_group", lambda _, **kwargs: given.update(kwargs))
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    module.ddp_setup(*((0, 1, "store") if script == "ddp_spawn.py" else ()), args)
+    expected = dist.FileStore if script == "ddp_spawn.py" else dist.HashStore
+    assert type(given["store"]) is expected
+
+
+class Harmful:
+    def __reduce__(self) -> tuple:
+        return os.mkdir, ("harm",)
+
+
+@every_script
+def test_a_snapshot_cannot_run_code(make, parse, monkeypatch, script):
+    torch.save(Harmful(), "checkpoint.pt")
+    with pytest.raises(SystemExit, match="cannot resume from checkpoint"):
+        make(script, "--resume")
+    if script == "ddp_spawn.py":  # rank 0 opens it once more
+        monkeypatch.setattr(parse(script)[0], "open_snapshot", lambda args: {})
+        with pytest.raises(Exception, match=r"(?i)weights.only"):
+            make(script, "--resume")
+    if script in SCRIPTS[3:]:  # it may be this run's, of before a restart
+        make(script)
+    assert not Path("harm").exists()
+
+
+@every_script
+def test_a_snapshot_of_another_script_has_not_every_setting(make, script):
+    """`--accumulate` and `--amp` are the last two's alone, and so is the gradient scaler."""
+    make("single_gpu.py", "--model", "mlp", "--lr", 0.5)[1]._save_snapshot()
+    options = ("--accumulate", 2, "--amp", "fp16") if script in SCRIPTS[3:] else ()
+    _, trainer = make(script, "--resume", *options)
+    assert trainer.args.lr == 0.5
+    assert script not in SCRIPTS[3:] or trainer.args.accumulate == 2
+    if script in SCRIPTS[3:]:
+        trainer._save_snapshot()
+        assert make(script, "--resume")[1].args.amp == "fp16"
+
+
+@every_script
+def test_macs_have_no_ddp(monkeypatch, script):
+    module = importlib.import_module(script.removesuffix(".py"))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("mps"))
+    assert (module.device_names()[0] == "mps") == (script in SCRIPTS[:2])
+
+
+@pytest.mark.parametrize("script", SCRIPTS[:2])
+def test_the_device_is_the_one_that_was_asked_for(parse, monkeypatch, script):
+    module, args = parse(script)
+    args.device, indices, seen = "cuda:1", [], {}
+    monkeypatch.setattr(torch.accelerator, "set_device_index", indices.append)
+    monkeypatch.setattr(module, "load_train_objs", lambda args, device: made(seen, device))
+    with pytest.raises(Made):
+        module.main(args, None)
+    assert seen["trainer"] == (torch.device("cuda", 1),)
+    assert indices == ([1] if script == "single_gpu.py" else [])
+
+
+@every_script
+def test_workers_obey_their_rank_and_copies_follow_the_loader(make, script):
+    module, trainer = make(script)
+    assert trainer.train_data.worker_init_fn is module.obey_only_the_rank
+    assert not trainer.pinned
+    pinned = SimpleNamespace(pin_memory=True)
+    objs = (inner(trainer), pinned, None, trainer.optimizer, trainer.schedule, CPU, None)
+    assert module.Trainer(*objs, trainer.stop, trainer.args).pinned
+
+
+def test_whoever_cannot_join_says_for_whom_it_waits(parse, monkeypatch, capsys):
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr("time.sleep", lambda seconds: now.__setitem__(0, now[0] + 5))
+
+    def refuse(*_, **__):
+        raise ConnectionRefusedError("refused")
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    for method, line, end in (
+        ("tcp://10.0.0.1:1000", "rank 0 at tcp://10.0.0.1:1000 (refused)", "is rank 0 started"),
+        (f"file://{os.getcwd()}/store", "rank 0, rank 2", "missing after 60 s: rank 0, rank 2"),
+    ):
+        options = ("--init-method", method, "--rank", 1, "--world-size", 3, "--timeout", 60)
+        module, args = parse("multinode.py", *options)
+        start = now[0]
+        with pytest.raises(ValueError, match=end):
+            module.join(args, "10.0.0.2")
+        assert 60 < now[0] - start <= 70
+        text = capsys.readouterr().out
+        assert text.count(f"[rank 1] still waiting for {line}\n") in (4, 5), text
+
+
+# --- what is printed: the figures -----------------------------------------------------------------
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A list of one number: what time.perf_counter gives."""
+    now = [1000.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    return now
+
+
+def pass_time(clock: list[float], seconds: float) -> None:
+    clock[0] += seconds
+
+
+@every_script
+def test_the_line_of_an_epoch(make, monkeypatch, capsys, clock, script):
+    """What sums are divided by, and which seconds count: 2 of training, 2 of waiting for the device
+    and none of the 100 of evaluation. The epoch is entered at sample 16 of 40."""
+    _, trainer = make(script, 9, 2, "--snapshot-path", "own.pt")
+    scalars = []
+
+    def run_epoch(epoch: int) -> None:
+        pass_time(clock, 2)
+        trainer.samples_seen = 40
+        trainer.loss_sum += 10
+
+    def evaluate() -> tuple[torch.Tensor, torch.Tensor]:
+        pass_time(clock, 100)
+        return torch.tensor(5.0), torch.tensor(7.0)
+
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: pass_time(clock, 2))
+    monkeypatch.setattr(trainer, "_run_epoch", run_epoch)
+    monkeypatch.setattr(trainer, "_evaluate", evaluate)
+    monkeypatch.setattr(trainer, "_save_snapshot", lambda: None)
+    monkeypatch.setattr(trainer.schedule, "step", lambda: None)
+    trainer.device, trainer.epoch, trainer.samples_seen = torch.device("cuda"), 2, 16
+    trainer.writer = SimpleNamespace(
+        add_scalar=lambda *given: scalars.append(given), flush=lambda: scalars.append("flushed")
+    )
+    capsys.readouterr()
+    trainer.train(4)
+    losses = "Train loss: 0.2500 | Test loss: 0.5000 | Accuracy: 7/10 (70.00%)"
+    assert capsys.readouterr().out == (
+        f"Epoch 2 | {losses} | 6 samples/s\n"
+        f"Epoch 3 | {losses} | 10 samples/s\n"
+        "Epoch 3 | Training checkpoint saved at own.pt\n"
+    )
+    assert scalars[:5] == [
+        ("loss/train", 0.25, 2),
+        ("loss/test", 0.5, 2),
+        ("accuracy", pytest.approx(0.7), 2),
+        ("samples_per_second", 6, 2),
+        "flushed",
+    ]
+
+
+@every_script
+def test_the_lines_of_the_start_of_a_stop_and_of_a_resume(make, capsys, script):
+    path = ("--snapshot-path", "own.pt")
+    _, trainer = make(script, 7, 3, "--batch-size", 5, *path, "--resume")
+    text = capsys.readouterr().out
+    assert "total_epochs: 7, save_every: 3, batch_size: 5\n" in text
+    assert "No snapshot at own.pt, starting from the beginning\n" in text
+
+    def run_epoch(epoch: int) -> None:
+        trainer.samples_seen, trainer.stopped = 24, signal.SIGTERM
+
+    trainer._run_epoch, trainer.epoch = run_epoch, 4
+    trainer.train(7)
+    assert capsys.readouterr().out == "Epoch 4 | Stopped at sample 24, saved at own.pt\n"
+    make(script, *path, "--resume")
+    text = capsys.readouterr().out
+    assert "total_epochs: 7, save_every: 3, batch_size: 5\n" in text
+    assert "Resuming training from snapshot at Epoch 4, sample 24\n" in text
+
+
+@every_script
+def test_a_stopped_job_ends_with_the_signals_status(make, parse, monkeypatch, script):
+    module, _ = parse(script)
+
+    class Trainer(module.Trainer):
+        def __init__(self, *given: object) -> None:
+            super().__init__(*given)
+            self.stopped = signal.SIGTERM
+
+    monkeypatch.setattr(module, "Trainer", Trainer)
+    if script in SCRIPTS[:2]:
+        with pytest.raises(SystemExit, match="143"):
+            make(script)
+    else:
+        make(script)
+        assert make.calls[-1] == 143
+
+
+@every_script
+def test_the_lines_of_steps_and_the_sums_of_an_epoch(make, capsys, script):
+    """A learning rate of 0 leaves the weights as they are, so all can be computed afterwards."""
+    options = ("--batch-size", 16, "--log-interval", 1, "--lr", 0, "--test-batch-size", 3)
+    _, trainer = make(script, "--model", "mlp", *options)
+    model, loss = inner(trainer), torch.nn.functional.cross_entropy
+    capsys.readouterr()
+    trainer._run_epoch(1)
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == "[CPU0] Epoch 1 | Batchsize: 16 | Steps: 3"
+    expected = [loss(model(source), targets).item() for source, targets in trainer.train_data]
+    steps = [
+        re.fullmatch(r"Epoch 1 \| Step (\d) \| Loss: (\d\.\d{6})", li).groups() for li in lines
+    ]
+    assert [int(step) for step, _ in steps] == [1, 2, 3]
+    assert [float(value) for _, value in steps] == pytest.approx(expected, abs=2e-6)
+    sizes = (13, 13, 14)
+    total = sum(size * value for size, value in zip(sizes, expected, strict=True))
+    assert trainer.loss_sum.item() == pytest.approx(total, rel=1e-5)
+    assert trainer.samples_seen == 40
+    source, targets = trainer.test_data.dataset[[*range(10)]]
+    output = model(source)
+    test_loss, correct = trainer._evaluate()
+    assert test_loss.item() == pytest.approx(10 * loss(output, targets).item(), rel=1e-5)
+    assert correct == (output.argmax(1) == targets).sum()
+
+
+@every_script
+def test_an_epochs_first_line_names_the_device_and_the_rank(make, monkeypatch, capsys, script):
+    module, trainer = make(script, "--batch-size", 8)
+    trainer.rank, bars = 1 if script in SCRIPTS[2:] else 0, []
+    monkeypatch.setattr(module, "log", lambda line, **_: print(line))
+    monkeypatch.setattr(module, "tqdm", lambda *_, disable, **__: bars.append(disable) or Bar())
+    capsys.readouterr()
+    for type, name in (("cuda", "GPU"), ("xpu", "XPU")):
+        trainer.device, trainer.samples_seen = torch.device(type), 40  # no steps
+        trainer._run_epoch(3)
+        line = f"[{name}{trainer.rank}] Epoch 3 | Batchsize: 8 | Steps: 0\n"
+        assert capsys.readouterr().out == line and bars.pop() == (True if trainer.rank else None)
+
+
+class Bar(list):
+    def close(self) -> None:
+        pass
+
+
+@every_ddp_script
+def test_the_line_of_a_rank(parse, monkeypatch, capsys, script):
+    module, args = parse(script)
+    args.device, args.rank, args.local_rank, args.local_world_size = "cuda", 1, 1, 2
+    args.world_size = 2
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(socket, "gethostname", lambda: "thathost")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(module, "join", lambda *_: None, raising=False)
+    monkeypatch.setattr(module, "own_address", lambda _: "10.0.0.7", raising=False)
+    module.ddp_setup(*((1, 2, "store") if script == "ddp_spawn.py" else ()), args)
+    host = "thathost at 10.0.0.7" if script == "multinode.py" else "thathost"
+    line = f"[rank 1 of 2] host {host} | device cuda:1 | backend nccl | threads 4\n"
+    assert capsys.readouterr().out == line
+
+
+def test_data_parallel_says_over_how_many_devices_it_splits(make, monkeypatch, capsys):
+    make("data_parallel.py")
+    line = "DataParallel on cpu | Batches are not split: there is one device\n"
+    assert line in capsys.readouterr().out
+    monkeypatch.setattr(torch.nn.DataParallel, "__init__", two_devices)
+    make("data_parallel.py")
+    assert "DataParallel on cpu | Batches are split over 2 devices\n" in capsys.readouterr().out
+
+
+@every_script
+def test_the_total_time_is_in_seconds(make, parse, monkeypatch, capsys, script):
+    now = [1000.0]
+
+    def perf_counter() -> float:
+        now[0] += 1e-6
+        return now[0]
+
+    done = SimpleNamespace(processes=[], join=lambda **_: True)
+    data, check = (make_digits(40, 0), make_digits(10, 1)), lambda *_: pass_time(now, 2.5)
+    monkeypatch.setattr("time.perf_counter", perf_counter)
+    if script in SCRIPTS[3:]:
+        monkeypatch.setattr(parse(script)[0], "check_batch_norm", check)
+        make(script, "--model", "mlp")
+    else:  # as it is started; `make` is here for what it holds back and puts in order
+        monkeypatch.setattr("common.data.load_dataset", lambda *_: data)
+        monkeypatch.setattr("common.model.check_batch_norm", check)
+        monkeypatch.setattr(mp, "spawn", lambda *_, **__: done)
+        monkeypatch.setattr(signal, "signal", lambda *_: None)
+        monkeypatch.setattr(sys, "argv", [script, "1", "--model", "mlp"])
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    assert capsys.readouterr().out.endswith("\nTotal time: 2.500s\n")
+
+
+def test_the_figures_of_check(make, monkeypatch, capsys):
+    """A step computes for 3 s and reduces for 1 s; the first, which warms up, is slower."""
+    module, trainer = make("multinode.py", "--model", "mlp")
+    synced, times = [], []
+    for compute, reduce in ((50, 60), *[(3, 1)] * 5):
+        times += [0, compute, compute, compute + reduce]
+    monkeypatch.setattr("time.perf_counter", lambda: times.pop(0))
+    inner(trainer).register_forward_pre_hook(
+        lambda *_: synced.append(trainer.model.require_backward_grad_sync)
+    )
+    trainer.world_size = 2
+    with pytest.raises(SystemExit, match="sums of the all-reduce are wrong"):
+        module.check(trainer)
+    assert capsys.readouterr().out.endswith(
+        "All-reduce | 2.68 MB | 1000.00 ms | 0.0027 GB/s\n"
+        "Step | 3000.00 ms to compute, 25% of the step for the all-reduce\n"
+        "Epoch | 2 steps | about 8.0 s\n"
+    )
+    assert synced == [False] * 6 and not times
