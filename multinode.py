@@ -121,10 +121,9 @@ class Trainer:
         # order of summation. Do that first, or a resumed run would round differently. Any output
         # will do that all parameters have a part in, so the model itself is not asked for one.
         model = self.model.module
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         model.forward = sum
-        self.model(
-            [weight.sum() for weight in model.parameters() if weight.requires_grad]
-        ).backward()
+        self.model([parameter.sum() for parameter in trained]).backward()
         del model.forward  # its class has the real one
 
     def _run_batch(self, source: torch.Tensor, targets: torch.Tensor, count: int) -> torch.Tensor:
@@ -141,7 +140,7 @@ class Trainer:
                     output = self.model(source)  # load your inputs
                     loss = F.cross_entropy(output, targets, reduction="sum")  # load your loss
                 # DDP averages over the ranks: this makes it the mean over the global batch of
-                # `count`, also for the last one of an epoch, which may be shared out unevenly.
+                # `count`, also where the ranks have unequal shares of it.
                 self.scaler.scale(loss * self.world_size / count).backward()
             loss_sum += loss.detach()
         self.scaler.step(self.optimizer)

@@ -1701,8 +1701,8 @@ MUTANTS = [
     Mutant(
         "buckets settled without all parameters",
         "DDP complains in the first step, or rounds differently in the second",
-        "[weight.sum() for weight in model.parameters()",
-        "[weight.sum() for weight in [*model.parameters()][1:]",
+        "[parameter.sum() for parameter in trained]",
+        "[parameter.sum() for parameter in trained[1:]]",
         parts("any_model_can_settle_its_buckets", *DDP),
     ),
     Mutant(
