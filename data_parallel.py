@@ -25,6 +25,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 from typing import NoReturn
 
@@ -103,12 +104,13 @@ class Trainer:
         self.train_data.generator.manual_seed(torch.initial_seed() + epoch)  # for its workers
         line = f"Epoch {epoch} | Batchsize: {b_sz} | Steps: {len(self.train_data)}"
         log(f"[{name}0] {line}")
+        sizes = self.train_data.sampler.sizes()  # of the global batches
         self.model.train()
         progress = tqdm(self.train_data, leave=False, disable=self.args.no_progress or None)
         for step, (source, targets) in enumerate(progress, start=1):
             source = source.to(self.device, non_blocking=self.pinned)  # load your inputs
-            targets = targets.to(self.device, non_blocking=self.pinned)
-            count = len(targets)
+            targets = targets.to(self.device, non_blocking=self.pinned)  # load your inputs
+            count = sizes[step - 1]
             loss = self._run_batch(source, targets, count)
             self.loss_sum += loss
             self.samples_seen += count
@@ -126,7 +128,7 @@ class Trainer:
         correct = torch.zeros((), device=self.device)
         for source, targets in self.test_data:
             source = source.to(self.device, non_blocking=self.pinned)  # load your inputs
-            targets = targets.to(self.device, non_blocking=self.pinned)
+            targets = targets.to(self.device, non_blocking=self.pinned)  # load your inputs
             output = self.model(source)  # load your inputs
             loss_sum += F.cross_entropy(output, targets, reduction="sum")  # load your loss
             correct += (output.argmax(dim=1) == targets).sum()  # load your metric
@@ -159,20 +161,25 @@ class Trainer:
     def _load_snapshot(self, snapshot: dict) -> None:
         try:
             # Where the command line overrules the snapshot, the new optimizer's own values hold.
-            settings, old = snapshot["settings"], snapshot["optimizer"]["param_groups"]
-            changed = [name for name in KEPT if vars(self.args)[name] != settings.get(name)]
-            for group, new in zip(old, self.optimizer.param_groups, strict=False):
-                group.update({name: new[name] for name in changed if name in new})
-            if "lr" in changed:
-                snapshot["schedule"].pop("base_lrs", None)
+            now, then = vars(self.args), snapshot["settings"]
+            changed = [name for name in KEPT if now[name] != then.get(name, now[name])]
+            if "lr" in changed:  # and those of the new schedule, as if it had come this far
+                changed += ["initial_lr", "max_lr", "min_lr"]
+                with warnings.catch_warnings(action="ignore"):  # no optimizer.step() between them
+                    for _ in range(snapshot["epoch"]):
+                        self.schedule.step()
+                snapshot["schedule"] = self.schedule.state_dict()
+            old, new = snapshot["optimizer"]["param_groups"], self.optimizer.param_groups
+            for kept, made in zip(old, new, strict=False):
+                kept.update({name: made[name] for name in changed if name in made})
             self.model.module.load_state_dict(snapshot["model"])
             self.optimizer.load_state_dict(snapshot["optimizer"])
             self.schedule.load_state_dict(snapshot["schedule"])
+            self.epoch, self.samples_seen = snapshot["epoch"], snapshot["samples_seen"]
+            self.loss_sum.fill_(snapshot["loss_sum"])
+            set_rng_state(snapshot["rng_states"][0], *self.devices)
         except Exception as error:  # load_state_dict raises nearly everything
             cannot_resume(self.args, error)
-        self.epoch, self.samples_seen = snapshot["epoch"], snapshot["samples_seen"]
-        self.loss_sum.fill_(snapshot["loss_sum"])
-        set_rng_state(snapshot["rng_states"][0], *self.devices)
         log(f"Resuming training from snapshot at Epoch {self.epoch}, sample {self.samples_seen}")
 
     def train(self, total_epochs: int) -> None:
@@ -200,7 +207,7 @@ class Trainer:
                 self.writer.add_scalar("accuracy", correct / total, epoch)
                 self.writer.add_scalar("samples_per_second", rate, epoch)
                 self.writer.flush()
-            self.schedule.step()
+            self.schedule.step()  # load your schedule, if it steps otherwise
             self.epoch, self.samples_seen = epoch + 1, 0
             self.loss_sum.zero_()
             if self.epoch % save_every == 0 or self.epoch == total_epochs:
@@ -333,7 +340,9 @@ def main(args: argparse.Namespace, stop: torch.Tensor) -> None:
     log(line.format(**vars(args)))
     train_set, test_set, model, optimizer, schedule = load_train_objs(args, device)
     train_sampler = ShardedBatchSampler(train_set, args.batch_size, 1, 0, args.seed)
-    check_batch_norm(model, train_sampler.sizes()[0])
+    sizes, count = train_sampler.sizes(), torch.accelerator.device_count()
+    chunks = [torch.empty(size).chunk(max(1, count))[-1] for size in (sizes[0], sizes[-1])]
+    check_batch_norm(model, min(map(len, chunks)), train_set)
     test_sampler = BatchSampler(range(len(test_set)), args.test_batch_size, drop_last=False)
     train_data = prepare_dataloader(train_set, train_sampler, device, args.num_workers)
     test_data = prepare_dataloader(test_set, test_sampler, device, args.num_workers)

@@ -29,6 +29,7 @@ import sys
 import threading
 import time
 import uuid
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -93,6 +94,7 @@ class Trainer:
         self.samples_seen = 0  # those of its samples that the job has trained on
         self.loss_sum = torch.zeros((), device=device)  # over these samples
         self.stopped = 0  # by the signal of this number
+        self.ask_every, self.asked = 1, time.perf_counter()  # see _stop_agreed
         self._settle_buckets()
         if args.compile:
             model.compile()  # in place: the names of the weights stay as they are
@@ -148,7 +150,7 @@ class Trainer:
         progress = tqdm(self.train_data, leave=False, disable=quiet or None)
         for step, (source, targets) in enumerate(progress, start=1):
             source = source.to(self.device, non_blocking=self.pinned)  # load your inputs
-            targets = targets.to(self.device, non_blocking=self.pinned)
+            targets = targets.to(self.device, non_blocking=self.pinned)  # load your inputs
             count = sizes[step - 1]
             loss = self._run_batch(source, targets, count)
             self.loss_sum += loss
@@ -163,14 +165,18 @@ class Trainer:
 
     def _stop_agreed(self, step: int) -> int:
         # Every rank must leave the loop after the same step, or the others wait in an all-reduce
-        # for the one that left. Asking costs a round trip: do it at every tenth step.
-        if step % 10 > 0 and step < len(self.train_data):
+        # for the one that left. Asking costs a round trip: where a step takes less than a second,
+        # do it at every tenth.
+        if step % self.ask_every > 0 and step < len(self.train_data):
             return 0
         orphaned = dist.is_torchelastic_launched() and os.getppid() != LAUNCHER
         signum = signal.SIGTERM if orphaned else self.stop.item()
-        answer = torch.tensor(signum, device=self.device)
+        slow = time.perf_counter() - self.asked > self.ask_every
+        answer = torch.tensor([signum, slow], device=self.device)
         dist.all_reduce(answer, op=dist.ReduceOp.MAX)
-        return answer.item()
+        signum, slow = answer.tolist()
+        self.ask_every, self.asked = 1 if slow else 10, time.perf_counter()
+        return signum
 
     @torch.no_grad()
     def _evaluate(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -181,7 +187,7 @@ class Trainer:
         correct = torch.zeros((), device=self.device)
         for source, targets in self.test_data:
             source = source.to(self.device, non_blocking=self.pinned)  # load your inputs
-            targets = targets.to(self.device, non_blocking=self.pinned)
+            targets = targets.to(self.device, non_blocking=self.pinned)  # load your inputs
             with self.autocast:
                 # Shards differ in length, so not through DDP: no collectives here.
                 output = self.model.module(source)  # load your inputs
@@ -227,25 +233,30 @@ class Trainer:
             dist.barrier()  # rank 0 says, once, what does not fit
         try:
             # Where the command line overrules the snapshot, the new optimizer's own values hold.
-            settings, old = snapshot["settings"], snapshot["optimizer"]["param_groups"]
-            changed = [name for name in KEPT if vars(self.args)[name] != settings.get(name)]
-            for group, new in zip(old, self.optimizer.param_groups, strict=False):
-                group.update({name: new[name] for name in changed if name in new})
-            if "lr" in changed:
-                snapshot["schedule"].pop("base_lrs", None)
+            now, then = vars(self.args), snapshot["settings"]
+            changed = [name for name in KEPT if now[name] != then.get(name, now[name])]
+            if "lr" in changed:  # and those of the new schedule, as if it had come this far
+                changed += ["initial_lr", "max_lr", "min_lr"]
+                with warnings.catch_warnings(action="ignore"):  # no optimizer.step() between them
+                    for _ in range(snapshot["epoch"]):
+                        self.schedule.step()
+                snapshot["schedule"] = self.schedule.state_dict()
+            old, new = snapshot["optimizer"]["param_groups"], self.optimizer.param_groups
+            for kept, made in zip(old, new, strict=False):
+                kept.update({name: made[name] for name in changed if name in made})
             self.model.module.load_state_dict(snapshot["model"])
             self.optimizer.load_state_dict(snapshot["optimizer"])
             self.schedule.load_state_dict(snapshot["schedule"])
             if snapshot["scaler"]:  # the run before had one, too
                 self.scaler.load_state_dict(snapshot["scaler"])
+            self.epoch, self.samples_seen = snapshot["epoch"], snapshot["samples_seen"]
+            self.loss_sum.fill_(snapshot["loss_sum"] if self.rank == 0 else 0)
+            if self.rank < len(snapshot["rng_states"]):  # there may be more processes than then
+                set_rng_state(snapshot["rng_states"][self.rank], self.device)
         except Exception as error:  # load_state_dict raises nearly everything
             cannot_resume(self.args, error)
         if self.rank == 0:
             dist.barrier()
-        self.epoch, self.samples_seen = snapshot["epoch"], snapshot["samples_seen"]
-        self.loss_sum.fill_(snapshot["loss_sum"] if self.rank == 0 else 0)
-        if self.rank < len(snapshot["rng_states"]):  # there may be more processes than then
-            set_rng_state(snapshot["rng_states"][self.rank], self.device)
         log(f"Resuming training from snapshot at Epoch {self.epoch}, sample {self.samples_seen}")
 
     def train(self, total_epochs: int) -> None:
@@ -274,7 +285,7 @@ class Trainer:
                 self.writer.add_scalar("accuracy", correct / total, epoch)
                 self.writer.add_scalar("samples_per_second", rate, epoch)
                 self.writer.flush()
-            self.schedule.step()
+            self.schedule.step()  # load your schedule, if it steps otherwise
             self.epoch, self.samples_seen = epoch + 1, 0
             self.loss_sum.zero_()
             if self.epoch % save_every == 0 or self.epoch == total_epochs:
@@ -354,11 +365,12 @@ def ddp_setup(args: argparse.Namespace) -> torch.device:
 def load_train_objs(args: argparse.Namespace, device: torch.device) -> tuple:
     if args.local_rank > 0:
         preload(args.dataset)  # slow imports: there is time
-        with waiting_for("the first process of this host, which prepares the data"):
+        with waiting_for("the first process of each host, which prepares the data"):
             dist.barrier()
     train_set, test_set = load_dataset(args.dataset, args.data_dir)  # load your dataset
     if args.local_rank == 0:
-        dist.barrier()
+        with waiting_for("the other hosts, which prepare the data"):
+            dist.barrier()
     set_seed(args.seed)  # the same weights on every rank
     model = build_model(args.model, train_set[0][0].shape).to(device)  # load your model
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
@@ -414,7 +426,9 @@ def catch_stop_signals(stop: torch.Tensor) -> None:
 
 def leave(status: int) -> None:
     # Not by sys.exit: with torch 2.9 gloo's threads abort or block one process in some hundreds
-    # while Python ends. First what has been registered for that end, as by experiment trackers.
+    # while Python ends. First what Python does then: wait for threads, and run what has been
+    # registered, as by experiment trackers.
+    threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()
     os._exit(status)
@@ -509,8 +523,8 @@ def main(args: argparse.Namespace, stop: torch.Tensor) -> None:
     set_seed(args.seed, rank)  # from here on each rank draws its own
     batch_size = args.batch_size * args.accumulate
     train_sampler = ShardedBatchSampler(train_set, batch_size, world_size, rank, args.seed)
-    together = 1 if args.sync_bn else world_size
-    check_batch_norm(model, train_sampler.sizes()[0] // together // args.accumulate)
+    smallest = train_sampler.sizes()[0] // world_size // args.accumulate
+    check_batch_norm(model, smallest * world_size if args.sync_bn else smallest, train_set)
     shard = range(rank, len(test_set), world_size)  # no padding: every sample counts once
     test_sampler = BatchSampler(shard, args.test_batch_size, drop_last=False)
     train_data = prepare_dataloader(train_set, train_sampler, device, args.num_workers)
@@ -528,8 +542,8 @@ def main(args: argparse.Namespace, stop: torch.Tensor) -> None:
 
 def is_lost_peer(error: RuntimeError) -> bool:
     # By what gloo, NCCL and the store say when a peer has gone. All else is this rank's own fault.
-    said = ("closed by peer", "reset by peer", "Broken pipe", "Timed out waiting", "pair closure")
-    said += ("remote process exit", "collective operation timeout", "but store->get(")
+    said = ("closed by peer", "reset by peer", "writev", "for recv operation", "for send operation")
+    said += ("pair closure", "remote process exit", "collective operation timeout", "store->get(")
     store_failed = isinstance(error, (dist.DistNetworkError, dist.DistStoreError))
     return store_failed or any(words in str(error) for words in said)
 

@@ -101,7 +101,7 @@ CONTESTANTS = {
         "spawn", "ddp_spawn.py", edit=(", gradient_as_bucket_view=True", "")
     ),
     "agreeing on a stop at every step": Contestant(
-        "spawn", "ddp_spawn.py", edit=("if step % 10 > 0 and", "if step % 1 > 0 and")
+        "spawn", "ddp_spawn.py", edit=("if step % self.ask_every > 0 and", "if step % 1 > 0 and")
     ),
     "samples fetched one at a time": Contestant(
         "spawn",

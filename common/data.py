@@ -77,9 +77,14 @@ class Batches(Dataset):
     In a loader's worker process every batch draws from a seed of its own, made of the loader's for
     this epoch and the batch's first index: random augmentation differs by rank, epoch and sample,
     does not depend on the number of workers, and goes on exactly where a run was stopped.
+
+    Raises:
+        DataError: the data set is empty.
     """
 
     def __init__(self, dataset: Dataset) -> None:
+        if len(dataset) == 0:
+            raise DataError("a data set is empty: look at what loads it")
         self.dataset = dataset
 
     def __len__(self) -> int:

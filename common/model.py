@@ -1,7 +1,10 @@
 """The models of the tutorials. Each takes (N, C, size, size) and returns logits (N, 10)."""
 
+import copy
+
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
 from common.data import DataError, import_torchvision
 
@@ -116,20 +119,32 @@ def build_model(name: str, image_shape: tuple[int, int, int]) -> nn.Module:
     return MODELS[name](channels, size)
 
 
-def check_batch_norm(model: nn.Module, smallest: int) -> None:
-    """Refuse to train BatchNorm where a process may get a single sample at a time.
+def check_batch_norm(model: nn.Module, smallest: int, dataset: Dataset) -> None:
+    """Refuse a model with BatchNorm that cannot train on the smallest batch that there will be.
 
-    It normalises by the mean and variance of what a process has in one forward pass; those of one
-    sample are none, and where feature maps are 1x1 torch raises, if need be at an epoch's end.
+    BatchNorm normalises by the mean and variance of what a process has in one forward pass. Of
+    one sample with a 1x1 feature map there is no variance, and torch raises. Whether that will be
+    so is seen by trying: a copy of the model on the first sample, if it takes that as it is.
 
     Args:
         smallest: samples of the smallest forward pass of any process.
+        dataset: gives (input, target).
 
     Raises:
-        DataError: `model` has BatchNorm, and `smallest` is below 2.
+        DataError: it would raise, or there would be no sample at all.
     """
     batch_norm = nn.modules.batchnorm._BatchNorm
-    if smallest < 2 and any(isinstance(module, batch_norm) for module in model.modules()):
+    if smallest > 1 or not any(isinstance(module, batch_norm) for module in model.modules()):
+        return
+    fits = smallest == 1
+    try:
+        device = next(model.parameters()).device
+        copy.deepcopy(model).train()(dataset[0][0].unsqueeze(0).to(device))
+    except ValueError as error:
+        fits = "more than 1 value" not in str(error)
+    except Exception:  # it takes other inputs than one tensor: training will tell
+        pass
+    if not fits:
         raise DataError(
             f"BatchNorm needs 2 samples or more a process at a time, and the smallest batch has "
             f"{smallest}: use a larger --batch-size, or fewer processes"

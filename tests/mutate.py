@@ -506,8 +506,8 @@ MUTANTS = [
         scheduled(),
     ),
     Mutant(
-        "base_lrs kept",
-        "--lr in a resumed run lasts for an epoch",
+        "the old schedule with a new rate",
+        "--lr in a resumed run lasts for an epoch, or grows many times over",
         'if "lr" in changed:',
         "if False:",
         scheduled(),
@@ -515,8 +515,8 @@ MUTANTS = [
     Mutant(
         "groups get options that they do not have",
         "--momentum goes into AdamW's snapshots",
-        "name: new[name] for name in changed if name in new",
-        "name: new.get(name) for name in changed",
+        "name: made[name] for name in changed if name in made",
+        "name: made.get(name) for name in changed",
         {script: f"test_parts.py::test_{SCHEDULES}[AdamW-{script}]" for script in SCRIPTS},
     ),
     Mutant(
@@ -529,8 +529,8 @@ MUTANTS = [
     Mutant(
         "snapshot overrules the command line",
         "--lr does nothing with --resume",
-        "            group.update({name",
-        "            str({name",
+        "                kept.update({name",
+        "                str({name",
         parts(SAVED),
     ),
     Mutant(
@@ -797,7 +797,7 @@ MUTANTS = [
     Mutant(
         "waiting for the data in silence",
         "a download looks like a hang",
-        'with waiting_for("the first process of this host, which prepares the data"):',
+        'with waiting_for("the first process of each host, which prepares the data"):',
         "with contextlib.nullcontext():",
         parts(WAITING, *LAST),
     ),
@@ -818,8 +818,8 @@ MUTANTS = [
     Mutant(
         "rank 0 does not let the others load",
         "they wait until their time-out",
-        "        if self.rank == 0:\n            dist.barrier()\n        self.epoch",
-        "        self.epoch",
+        "        if self.rank == 0:\n            dist.barrier()\n        log(",
+        "        log(",
         fitting(0),
     ),
     Mutant(
@@ -835,6 +835,13 @@ MUTANTS = [
         "        dist.all_reduce(answer, op=dist.ReduceOp.MAX)\n",
         "",
         parts("all_stop_when_one_must", *DDP),
+    ),
+    Mutant(
+        "slow steps asked after every tenth",
+        "a stop takes longer than anyone waits for it",
+        "1 if slow else 10",
+        "10",
+        parts("slow_steps_are_asked_after_each", *DDP),
     ),
     Mutant(
         "orphans train on",
@@ -986,12 +993,12 @@ MUTANTS = [
         for said in (
             "closed by peer",
             "reset by peer",
-            "Broken pipe",
-            "Timed out waiting",
+            "writev",
+            "for recv operation",
             "pair closure",
             "remote process exit",
             "collective operation timeout",
-            "but store->get(",
+            "store->get(",
         )
     ),
     Mutant(
@@ -1462,22 +1469,22 @@ MUTANTS = [
     Mutant(
         "BatchNorm's samples counted as without --sync-bn",
         "small batches are refused for nothing",
-        "together = 1 if args.sync_bn else world_size",
-        "together = world_size",
+        "smallest * world_size if args.sync_bn else smallest",
+        "smallest",
         {script: shares(script)[script].replace("False", "True") for script in LAST},
     ),
     Mutant(
         "BatchNorm's samples counted over all ranks",
         "a rank with a single sample fails in training",
-        "together = 1 if args.sync_bn else world_size",
-        "together = 1",
+        "[0] // world_size // args.accumulate",
+        "[0] // args.accumulate",
         shares(*LAST),
     ),
     Mutant(
         "BatchNorm's samples counted over all micro-batches",
         "one with a single sample fails in training",
-        " // together // args.accumulate)",
-        " // together)",
+        "[0] // world_size // args.accumulate",
+        "[0] // world_size",
         shares(*LAST),
     ),
     Mutant(
@@ -1716,7 +1723,7 @@ MUTANTS = [
     Mutant(
         "more processes than devices",
         "two share one, and NCCL fails",
-        'if args.local_world_size > count and args.backend != "gloo":\n        raise',
+        'if args.local_world_size > count > 1 and args.backend != "gloo":\n        raise',
         "if False:\n        raise",
         {NODES: "test_parts.py::test_processes_of_one_host_take_different_devices"},
     ),
@@ -2085,9 +2092,16 @@ MUTANTS = [
     Mutant(
         "an empty training set",
         "an epoch without steps, and a loss of nan",
-        "if len(dataset) == 0:",
-        "if False:",
-        common(DATA, "an_empty_training_set_is_refused"),
+        'if len(dataset) == 0:\n            raise DataError("the training',
+        'if False:\n            raise DataError("the training',
+        common(DATA, "an_empty_data_set_is_refused"),
+    ),
+    Mutant(
+        "an empty test set",
+        "an epoch ends in a division by zero",
+        'if len(dataset) == 0:\n            raise DataError("a data set',
+        'if False:\n            raise DataError("a data set',
+        common(DATA, "an_empty_data_set_is_refused"),
     ),
     Mutant(
         "no empty batches",
@@ -2218,8 +2232,22 @@ MUTANTS = [
     Mutant(
         "BatchNorm of single samples",
         "torch raises at the first step, or statistics are none",
-        "if smallest < 2 and any(",
-        "if False and any(",
+        "if smallest > 1 or not any(",
+        "if True or not any(",
+        common(MODEL, "batchnorm_of_single_samples_is_refused"),
+    ),
+    Mutant(
+        "all BatchNorm of single samples",
+        "models with large feature maps are refused, too",
+        "    fits = smallest == 1\n",
+        "    fits = False\n",
+        common(MODEL, "batchnorm_of_single_samples_is_refused"),
+    ),
+    Mutant(
+        "the model itself is tried on a single sample",
+        "its running statistics are no longer the first ones",
+        "copy.deepcopy(model).train()",
+        "model.train()",
         common(MODEL, "batchnorm_of_single_samples_is_refused"),
     ),
 ]

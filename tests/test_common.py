@@ -243,16 +243,26 @@ def test_global_batches_are_even_and_go_on_as_they_began(count, batch_size):
                 assert sampler.sizes() == sizes[step:]
 
 
-def test_an_empty_training_set_is_refused():
+def test_an_empty_data_set_is_refused():
     with pytest.raises(DataError, match="the training set is empty"):
         ShardedBatchSampler([], 32, 2, 0, seed=1)
+    with pytest.raises(DataError, match="a data set is empty"):
+        Batches([])
 
 
 def test_batchnorm_of_single_samples_is_refused():
-    check_batch_norm(build_model("mlp", (1, 28, 28)), 1)
-    check_batch_norm(build_model("resnet18", (1, 28, 28)), 2)
+    small, large = make_digits(4, 0), [(torch.randn(1, 64, 64), 0)]
+    resnet, mlp = build_model("resnet18", (1, 28, 28)), build_model("mlp", (1, 28, 28))
+    before = {name: value.clone() for name, value in resnet.state_dict().items()}
+    check_batch_norm(mlp, 0, small)
+    check_batch_norm(resnet, 2, small)
+    check_batch_norm(resnet, 1, large)  # its feature maps are larger than 1x1
+    check_batch_norm(resnet, 1, [({"other": "inputs"}, 0)])
+    assert all(torch.equal(value, before[name]) for name, value in resnet.state_dict().items())
+    with pytest.raises(DataError, match=r"BatchNorm needs 2 samples .* the smallest batch has 0:"):
+        check_batch_norm(resnet, 0, large)
     with pytest.raises(DataError, match=r"BatchNorm needs 2 samples .* the smallest batch has 1:"):
-        check_batch_norm(build_model("resnet18", (1, 28, 28)), 1)
+        check_batch_norm(resnet, 1, small)
 
 
 @pytest.mark.parametrize("count", [1, 7, 64, 100, 257])

@@ -13,6 +13,7 @@ import runpy
 import signal
 import socket
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -106,10 +107,10 @@ def test_schedules_and_groups_go_on_unless_the_command_line_overrules_them(
     _, trainer = make(script, "--resume", "--lr", 0.8, "--momentum", 0.5)
     text = capsys.readouterr().out
     assert "lr: 0.8 from the command line, not the snapshot's 0.4\n" in text
-    assert rates(trainer) == pytest.approx([0.08, 0.8])
+    assert rates(trainer) == pytest.approx([0.08 / 4, 0.8 / 4])  # as with this rate from the start
     assert {*trainer.optimizer.param_groups[0]} == keys  # AdamW has no momentum
     trainer.schedule.step()
-    assert rates(trainer) == pytest.approx([0.08 / 8, 0.8 / 8])  # of the new rate
+    assert rates(trainer) == pytest.approx([0.08 / 8, 0.8 / 8])
     trainer._save_snapshot()
     _, trainer = make(script, "--resume", "--lr", 0.8)  # again: it is the snapshot's now
     assert rates(trainer) == pytest.approx([0.08 / 8, 0.8 / 8])
@@ -131,6 +132,7 @@ def test_the_optimizer_has_the_parameters_that_are_on_the_device(parse, monkeypa
     """Where torch makes new ones for the device, as for "meta", the order matters."""
     module, args = parse(script)
     monkeypatch.setattr(dist, "barrier", lambda: None)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
     objs = (make_digits(10, 0),) if script == "ddp_spawn.py" else ()
     *_, model, optimizer, _ = module.load_train_objs(args, *objs, torch.device("meta"))
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -351,6 +353,21 @@ def test_all_stop_when_one_must(make, monkeypatch, script):
 
 
 @every_ddp_script
+def test_slow_steps_are_asked_after_each(make, monkeypatch, script):
+    """Ten of them may take longer than torchrun, Slurm or a parent waits for a stop."""
+    _, trainer = make(script, "--batch-size", 2)
+    asked, all_reduce = [], dist.all_reduce
+    counted = lambda *args, **kwargs: asked.append(1) or all_reduce(*args, **kwargs)  # noqa: E731
+    monkeypatch.setattr(dist, "all_reduce", counted)
+    for seconds, every in ((2, 1), (0, 10), (11, 1), (2, 1), (0, 10), (9, 10)):
+        trainer.asked -= seconds
+        assert trainer._stop_agreed(10) == 0 and trainer.ask_every == every
+    assert len(asked) == 6
+    trainer._stop_agreed(11)
+    assert len(asked) == 6
+
+
+@every_ddp_script
 @pytest.mark.parametrize("rank", [0, 1])
 def test_nobody_goes_on_while_rank_0_saves(make, monkeypatch, script, rank):
     """Or the first process that ends would end the others, or a slow disk an all-reduce."""
@@ -390,8 +407,12 @@ def test_whoever_waits_says_for_whom(make, monkeypatch, capsys, script):
     if script != "ddp_spawn.py":  # its parent prepares the data
         monkeypatch.setattr(module, "load_dataset", lambda *_: (make_digits(10, 0),) * 2)
         module.load_train_objs(trainer.args, CPU)
-        expected = "[rank 1] still waiting for the first process of this host, which prepares "
+        expected = "[rank 1] still waiting for the first process of each host, which prepares "
         assert capsys.readouterr().out.startswith(expected)
+        trainer.args.local_rank = 0
+        module.load_train_objs(trainer.args, CPU)
+        expected = "[rank 1] still waiting for the other hosts, which prepare the data\n"
+        assert capsys.readouterr().out == expected
     assert all(timer.seconds == 10 and timer.cancelled for timer in timers)
 
 
@@ -437,10 +458,11 @@ def test_a_process_leaves_before_python_ends_but_after_what_is_registered(
 ):
     module, _ = parse(script)
     calls = []
+    monkeypatch.setattr(threading, "_shutdown", lambda: calls.append("threads"))
     monkeypatch.setattr(atexit, "_run_exitfuncs", lambda: calls.append("registered"))
     monkeypatch.setattr(os, "_exit", calls.append)
     module.leave(143)
-    assert calls == ["registered", 143]
+    assert calls == ["threads", "registered", 143]
 
 
 @every_ddp_script
@@ -677,6 +699,8 @@ SAID = [  # by whom, what, and whether it is a lost peer's
         "NCCL Last Error: connection closed", True),
     (RuntimeError, "NCCL error: invalid usage\nNCCL Last Error: Duplicate GPU detected", False),
     (RuntimeError, "DataLoader timed out after 5 seconds", False),
+    (RuntimeError, "Timed out waiting for the tokenizer's server", False),
+    (RuntimeError, "Broken pipe while fetching from the store", False),
     (RuntimeError, "mat1 and mat2 shapes cannot be multiplied", False),
 ]  # fmt: skip
 
@@ -782,10 +806,14 @@ def test_processes_of_one_host_take_different_devices(parse, monkeypatch, tmp_pa
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     args.device, args.backend = "cuda", "nccl"
     assert module.choose_device(args) == torch.device("cuda", 1)
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
-    with pytest.raises(ValueError, match="2 processes on this host are more than 1 devices"):
+    args.local_rank, args.local_world_size = 2, 3
+    with pytest.raises(ValueError, match="3 processes on this host are more than 2 devices"):
         module.choose_device(args)
     args.backend = "gloo"
+    assert module.choose_device(args) == torch.device("cuda", 0)
+    # CUDA_VISIBLE_DEVICES may show each process a device of its own.
+    args.backend = "nccl"
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     assert module.choose_device(args) == torch.device("cuda", 0)
 
 
@@ -899,7 +927,7 @@ def test_a_rank_of_three_gets_its_shares_its_seed_and_its_smallest_batch(
     monkeypatch.setattr(module, "ddp_setup", lambda *_: CPU)
     monkeypatch.setattr(module, "load_dataset", lambda *_: data)
     monkeypatch.setattr(module, "set_seed", lambda *given: seeds.append(given))
-    monkeypatch.setattr(module, "check_batch_norm", lambda _, count: smallest.append(count))
+    monkeypatch.setattr(module, "check_batch_norm", lambda _, count, __: smallest.append(count))
     monkeypatch.setattr(module, "Trainer", lambda *given: made(seen, *given))
     if script == "ddp_torchrun.py":  # it takes what rank 0 sends
         monkeypatch.setattr(dist, "broadcast_object_list", lambda box: box.__setitem__(1, {}))
@@ -912,7 +940,7 @@ def test_a_rank_of_three_gets_its_shares_its_seed_and_its_smallest_batch(
     assert sampler.global_batch == 5 * accumulate * 3
     assert list(test_data.sampler) == [[1, 4], [7]]
     if script != "ddp_spawn.py":  # 20 samples are the smaller of two global batches
-        assert smallest == [20 // (1 if together else 3) // 2]
+        assert smallest == [20 // 3 // 2 * (3 if together else 1)]
 
 
 def test_a_parent_looks_for_single_samples_of_batchnorm(parse, monkeypatch):
