@@ -28,6 +28,9 @@ hooks = {name[7:]: value for name, value in os.environ.items() if name.startswit
 hooks.pop("MARK", None)  # that is conftest's
 # multiprocessing's resource tracker is a Python process, too, and needs none of this.
 if hooks and not any("resource_tracker" in word for word in sys.orig_argv):
+    if any(word.endswith("multinode.py") for word in sys.orig_argv):
+        # As the script does before it imports torch, which would be too late here.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     import torch
 
     if "MACHINE" in hooks:
