@@ -46,12 +46,6 @@ from common.data import (
 from common.model import DEFAULT_MODEL, MODELS, build_model, check_batch_norm
 from common.seed import get_rng_state, set_rng_state, set_seed, use_deterministic_kernels
 
-tqdm.set_lock(threading.RLock())  # its own is a semaphore that a killed process leaves behind
-
-# What a resumed run keeps of the one before: what it computes, not where and how fast.
-KEPT = ("total_epochs", "save_every", "batch_size", "test_batch_size", "lr", "momentum")
-KEPT += ("dataset", "data_dir", "model", "seed")
-
 
 class Trainer:
     def __init__(
@@ -134,6 +128,40 @@ class Trainer:
             correct += (output.argmax(dim=1) == targets).sum()  # load your metric
         return loss_sum, correct
 
+    def train(self, total_epochs: int) -> None:
+        path, save_every = self.args.snapshot_path, self.args.save_every
+        samples, total = len(self.train_data.dataset), len(self.test_data.dataset)
+        for epoch in range(self.epoch, total_epochs):
+            seen, start = self.samples_seen, time.perf_counter()
+            self._run_epoch(epoch)
+            if self.device.type != "cpu":
+                torch.accelerator.synchronize()  # the clock must not stop before the device
+            rate = (self.samples_seen - seen) / (time.perf_counter() - start)
+            if self.stopped:
+                self._save_snapshot()
+                log(f"Epoch {epoch} | Stopped at sample {self.samples_seen}, saved at {path}")
+                return
+            sums = torch.stack((self.loss_sum, *self._evaluate()))
+            train_loss, test_loss, correct = sums.tolist()
+            train_loss, test_loss = train_loss / samples, test_loss / total
+            losses = f"Train loss: {train_loss:.4f} | Test loss: {test_loss:.4f}"
+            accuracy = f"Accuracy: {correct:.0f}/{total} ({correct / total:.2%})"
+            log(f"Epoch {epoch} | {losses} | {accuracy} | {rate:.0f} samples/s")
+            if self.writer:
+                self.writer.add_scalar("loss/train", train_loss, epoch)
+                self.writer.add_scalar("loss/test", test_loss, epoch)
+                self.writer.add_scalar("accuracy", correct / total, epoch)
+                self.writer.add_scalar("samples_per_second", rate, epoch)
+                self.writer.flush()
+            self.schedule.step()  # load your schedule, if it steps otherwise
+            self.epoch, self.samples_seen = epoch + 1, 0
+            self.loss_sum.zero_()
+            if self.epoch % save_every == 0 or self.epoch == total_epochs:
+                self._save_snapshot()
+                log(f"Epoch {epoch} | Training checkpoint saved at {path}")
+
+    # Snapshots and stopping
+
     def _save_snapshot(self) -> None:
         snapshot = {
             "model": self.model.module.state_dict(),
@@ -182,66 +210,8 @@ class Trainer:
             cannot_resume(self.args, error)
         log(f"Resuming training from snapshot at Epoch {self.epoch}, sample {self.samples_seen}")
 
-    def train(self, total_epochs: int) -> None:
-        path, save_every = self.args.snapshot_path, self.args.save_every
-        samples, total = len(self.train_data.dataset), len(self.test_data.dataset)
-        for epoch in range(self.epoch, total_epochs):
-            seen, start = self.samples_seen, time.perf_counter()
-            self._run_epoch(epoch)
-            if self.device.type != "cpu":
-                torch.accelerator.synchronize()  # the clock must not stop before the device
-            rate = (self.samples_seen - seen) / (time.perf_counter() - start)
-            if self.stopped:
-                self._save_snapshot()
-                log(f"Epoch {epoch} | Stopped at sample {self.samples_seen}, saved at {path}")
-                return
-            sums = torch.stack((self.loss_sum, *self._evaluate()))
-            train_loss, test_loss, correct = sums.tolist()
-            train_loss, test_loss = train_loss / samples, test_loss / total
-            losses = f"Train loss: {train_loss:.4f} | Test loss: {test_loss:.4f}"
-            accuracy = f"Accuracy: {correct:.0f}/{total} ({correct / total:.2%})"
-            log(f"Epoch {epoch} | {losses} | {accuracy} | {rate:.0f} samples/s")
-            if self.writer:
-                self.writer.add_scalar("loss/train", train_loss, epoch)
-                self.writer.add_scalar("loss/test", test_loss, epoch)
-                self.writer.add_scalar("accuracy", correct / total, epoch)
-                self.writer.add_scalar("samples_per_second", rate, epoch)
-                self.writer.flush()
-            self.schedule.step()  # load your schedule, if it steps otherwise
-            self.epoch, self.samples_seen = epoch + 1, 0
-            self.loss_sum.zero_()
-            if self.epoch % save_every == 0 or self.epoch == total_epochs:
-                self._save_snapshot()
-                log(f"Epoch {epoch} | Training checkpoint saved at {path}")
 
-
-def cannot_resume(args: argparse.Namespace, error: Exception) -> NoReturn:
-    path, reason = args.snapshot_path, f"{type(error).__name__}: {error}".splitlines()[0]
-    sys.exit(f"error: cannot resume from {path} ({reason}): name another --snapshot-path")
-
-
-def open_snapshot(args: argparse.Namespace) -> dict | None:
-    path = Path(args.snapshot_path)
-    if not args.resume:
-        return None
-    if not path.exists():
-        log(f"No snapshot at {path}, starting from the beginning")
-        return None
-    try:
-        snapshot = torch.load(path, map_location="cpu", weights_only=True)
-        # A resumed run goes on as it was started, but for what its own command line says.
-        for name in KEPT:
-            now = getattr(args, name)
-            then = snapshot["settings"].get(name, now)  # not every script has every option
-            if name not in args.given:
-                setattr(args, name, then)
-            elif then != now and name in ("dataset", "model", "seed"):
-                raise ValueError(f"made with --{name} {then}, and this run has {now}")
-            elif then != now:
-                log(f"{name}: {now} from the command line, not the snapshot's {then}")
-    except Exception as error:  # torch.load raises nearly everything
-        cannot_resume(args, error)
-    return snapshot
+# Setting up
 
 
 def load_train_objs(args: argparse.Namespace, device: torch.device) -> tuple:
@@ -270,9 +240,30 @@ def prepare_dataloader(
     )
 
 
-def log(line: str) -> None:
-    tqdm.write(f"{line}\n", end="")  # one write, above the progress bar
-    sys.stdout.flush()
+def main(args: argparse.Namespace, stop: torch.Tensor) -> None:
+    if args.deterministic:
+        use_deterministic_kernels()
+    device = torch.device(args.device)
+    snapshot = open_snapshot(args)
+    line = "total_epochs: {total_epochs}, save_every: {save_every}, batch_size: {batch_size}"
+    log(line.format(**vars(args)))
+    train_set, test_set, model, optimizer, schedule = load_train_objs(args, device)
+    train_sampler = ShardedBatchSampler(train_set, args.batch_size, 1, 0, args.seed)
+    sizes, count = train_sampler.sizes(), torch.accelerator.device_count()
+    chunks = [torch.empty(size).chunk(max(1, count))[-1] for size in (sizes[0], sizes[-1])]
+    check_batch_norm(model, min(map(len, chunks)), train_set)
+    test_sampler = BatchSampler(range(len(test_set)), args.test_batch_size, drop_last=False)
+    train_data = prepare_dataloader(train_set, train_sampler, device, args.num_workers)
+    test_data = prepare_dataloader(test_set, test_sampler, device, args.num_workers)
+    objs = (model, train_data, test_data, optimizer, schedule)
+    trainer = Trainer(*objs, device, snapshot, stop, args)
+    catch_stop_signals(stop)
+    trainer.train(args.total_epochs)
+    if trainer.stopped:
+        sys.exit(128 + trainer.stopped)  # the shells' number for a signal: not done yet
+
+
+# Plumbing
 
 
 def catch_stop_signals(stop: torch.Tensor) -> None:
@@ -282,6 +273,48 @@ def catch_stop_signals(stop: torch.Tensor) -> None:
 
     signal.signal(signal.SIGINT, on_signal)
     signal.signal(signal.SIGTERM, on_signal)
+
+
+tqdm.set_lock(threading.RLock())  # its own is a semaphore that a killed process leaves behind
+
+
+def log(line: str) -> None:
+    tqdm.write(f"{line}\n", end="")  # one write, above the progress bar
+    sys.stdout.flush()
+
+
+# What a resumed run keeps of the one before: what it computes, not where and how fast.
+KEPT = ("total_epochs", "save_every", "batch_size", "test_batch_size", "lr", "momentum")
+KEPT += ("dataset", "data_dir", "model", "seed")
+
+
+def open_snapshot(args: argparse.Namespace) -> dict | None:
+    path = Path(args.snapshot_path)
+    if not args.resume:
+        return None
+    if not path.exists():
+        log(f"No snapshot at {path}, starting from the beginning")
+        return None
+    try:
+        snapshot = torch.load(path, map_location="cpu", weights_only=True)
+        # A resumed run goes on as it was started, but for what its own command line says.
+        for name in KEPT:
+            now = getattr(args, name)
+            then = snapshot["settings"].get(name, now)  # not every script has every option
+            if name not in args.given:
+                setattr(args, name, then)
+            elif then != now and name in ("dataset", "model", "seed"):
+                raise ValueError(f"made with --{name} {then}, and this run has {now}")
+            elif then != now:
+                log(f"{name}: {now} from the command line, not the snapshot's {then}")
+    except Exception as error:  # torch.load raises nearly everything
+        cannot_resume(args, error)
+    return snapshot
+
+
+def cannot_resume(args: argparse.Namespace, error: Exception) -> NoReturn:
+    path, reason = args.snapshot_path, f"{type(error).__name__}: {error}".splitlines()[0]
+    sys.exit(f"error: cannot resume from {path} ({reason}): name another --snapshot-path")
 
 
 def device_names() -> list[str]:
@@ -329,29 +362,6 @@ def parse_args() -> argparse.Namespace:
     if args.log_dir and not importlib.util.find_spec("tensorboard"):
         parser.error("--log-dir needs TensorBoard: pip install tensorboard")
     return args
-
-
-def main(args: argparse.Namespace, stop: torch.Tensor) -> None:
-    if args.deterministic:
-        use_deterministic_kernels()
-    device = torch.device(args.device)
-    snapshot = open_snapshot(args)
-    line = "total_epochs: {total_epochs}, save_every: {save_every}, batch_size: {batch_size}"
-    log(line.format(**vars(args)))
-    train_set, test_set, model, optimizer, schedule = load_train_objs(args, device)
-    train_sampler = ShardedBatchSampler(train_set, args.batch_size, 1, 0, args.seed)
-    sizes, count = train_sampler.sizes(), torch.accelerator.device_count()
-    chunks = [torch.empty(size).chunk(max(1, count))[-1] for size in (sizes[0], sizes[-1])]
-    check_batch_norm(model, min(map(len, chunks)), train_set)
-    test_sampler = BatchSampler(range(len(test_set)), args.test_batch_size, drop_last=False)
-    train_data = prepare_dataloader(train_set, train_sampler, device, args.num_workers)
-    test_data = prepare_dataloader(test_set, test_sampler, device, args.num_workers)
-    objs = (model, train_data, test_data, optimizer, schedule)
-    trainer = Trainer(*objs, device, snapshot, stop, args)
-    catch_stop_signals(stop)
-    trainer.train(args.total_epochs)
-    if trainer.stopped:
-        sys.exit(128 + trainer.stopped)  # the shells' number for a signal: not done yet
 
 
 if __name__ == "__main__":

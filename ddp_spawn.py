@@ -51,13 +51,6 @@ from common.data import (
 from common.model import DEFAULT_MODEL, MODELS, build_model, check_batch_norm
 from common.seed import get_rng_state, set_rng_state, set_seed, use_deterministic_kernels
 
-tqdm.set_lock(threading.RLock())  # its own is a semaphore that a killed process leaves behind
-
-# What a resumed run keeps of the one before: what it computes, not where and how fast.
-KEPT = ("total_epochs", "save_every", "batch_size", "test_batch_size", "lr", "momentum")
-KEPT += ("dataset", "data_dir", "model", "seed")
-PATIENCE = 25  # seconds that ranks have to save after a request to stop; torchrun gives 30
-
 
 class Trainer:
     def __init__(
@@ -93,16 +86,6 @@ class Trainer:
             from torch.utils.tensorboard import SummaryWriter  # an extra, and slow to import
 
             self.writer = SummaryWriter(args.log_dir, purge_step=self.epoch)
-
-    def _settle_buckets(self) -> None:
-        # DDP rearranges its buckets of gradients after the first backward pass, and with them the
-        # order of summation. Do that first, or a resumed run would round differently. Any output
-        # will do that all parameters have a part in, so the model itself is not asked for one.
-        model = self.model.module
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        model.forward = sum
-        self.model([parameter.sum() for parameter in trained]).backward()
-        del model.forward  # its class has the real one
 
     def _run_batch(self, source: torch.Tensor, targets: torch.Tensor, count: int) -> torch.Tensor:
         self.optimizer.zero_grad()
@@ -140,20 +123,6 @@ class Trainer:
                 break
         progress.close()
 
-    def _stop_agreed(self, step: int) -> int:
-        # Every rank must leave the loop after the same step, or the others wait in an all-reduce
-        # for the one that left. Asking costs a round trip: where a step takes less than a second,
-        # do it at every tenth.
-        if step % self.ask_every > 0 and step < len(self.train_data):
-            return 0
-        signum = self.stop.item() if mp.parent_process().is_alive() else signal.SIGTERM
-        slow = time.perf_counter() - self.asked > self.ask_every
-        answer = torch.tensor([signum, slow], device=self.device)
-        dist.all_reduce(answer, op=dist.ReduceOp.MAX)
-        signum, slow = answer.tolist()
-        self.ask_every, self.asked = 1 if slow else 10, time.perf_counter()
-        return signum
-
     @torch.no_grad()
     def _evaluate(self) -> tuple[torch.Tensor, torch.Tensor]:
         for buffer in self.model.buffers():
@@ -169,6 +138,41 @@ class Trainer:
             loss_sum += F.cross_entropy(output, targets, reduction="sum")  # load your loss
             correct += (output.argmax(dim=1) == targets).sum()  # load your metric
         return loss_sum, correct
+
+    def train(self, total_epochs: int) -> None:
+        path, save_every = self.args.snapshot_path, self.args.save_every
+        samples, total = len(self.train_data.dataset), len(self.test_data.dataset)
+        for epoch in range(self.epoch, total_epochs):
+            seen, start = self.samples_seen, time.perf_counter()
+            self._run_epoch(epoch)
+            if self.device.type != "cpu":
+                torch.accelerator.synchronize()  # the clock must not stop before the device
+            rate = (self.samples_seen - seen) / (time.perf_counter() - start)
+            if self.stopped:
+                self._save_snapshot()
+                log(f"Epoch {epoch} | Stopped at sample {self.samples_seen}, saved at {path}")
+                return
+            sums = torch.stack((self.loss_sum, *self._evaluate()))
+            dist.all_reduce(sums)
+            train_loss, test_loss, correct = sums.tolist()
+            train_loss, test_loss = train_loss / samples, test_loss / total
+            losses = f"Train loss: {train_loss:.4f} | Test loss: {test_loss:.4f}"
+            accuracy = f"Accuracy: {correct:.0f}/{total} ({correct / total:.2%})"
+            log(f"Epoch {epoch} | {losses} | {accuracy} | {rate:.0f} samples/s")
+            if self.writer:
+                self.writer.add_scalar("loss/train", train_loss, epoch)
+                self.writer.add_scalar("loss/test", test_loss, epoch)
+                self.writer.add_scalar("accuracy", correct / total, epoch)
+                self.writer.add_scalar("samples_per_second", rate, epoch)
+                self.writer.flush()
+            self.schedule.step()  # load your schedule, if it steps otherwise
+            self.epoch, self.samples_seen = epoch + 1, 0
+            self.loss_sum.zero_()
+            if self.epoch % save_every == 0 or self.epoch == total_epochs:
+                self._save_snapshot()
+                log(f"Epoch {epoch} | Training checkpoint saved at {path}")
+
+    # Snapshots and stopping
 
     def _save_snapshot(self) -> None:
         rng_states = [None] * self.world_size
@@ -232,67 +236,32 @@ class Trainer:
             dist.barrier()
         log(f"Resuming training from snapshot at Epoch {self.epoch}, sample {self.samples_seen}")
 
-    def train(self, total_epochs: int) -> None:
-        path, save_every = self.args.snapshot_path, self.args.save_every
-        samples, total = len(self.train_data.dataset), len(self.test_data.dataset)
-        for epoch in range(self.epoch, total_epochs):
-            seen, start = self.samples_seen, time.perf_counter()
-            self._run_epoch(epoch)
-            if self.device.type != "cpu":
-                torch.accelerator.synchronize()  # the clock must not stop before the device
-            rate = (self.samples_seen - seen) / (time.perf_counter() - start)
-            if self.stopped:
-                self._save_snapshot()
-                log(f"Epoch {epoch} | Stopped at sample {self.samples_seen}, saved at {path}")
-                return
-            sums = torch.stack((self.loss_sum, *self._evaluate()))
-            dist.all_reduce(sums)
-            train_loss, test_loss, correct = sums.tolist()
-            train_loss, test_loss = train_loss / samples, test_loss / total
-            losses = f"Train loss: {train_loss:.4f} | Test loss: {test_loss:.4f}"
-            accuracy = f"Accuracy: {correct:.0f}/{total} ({correct / total:.2%})"
-            log(f"Epoch {epoch} | {losses} | {accuracy} | {rate:.0f} samples/s")
-            if self.writer:
-                self.writer.add_scalar("loss/train", train_loss, epoch)
-                self.writer.add_scalar("loss/test", test_loss, epoch)
-                self.writer.add_scalar("accuracy", correct / total, epoch)
-                self.writer.add_scalar("samples_per_second", rate, epoch)
-                self.writer.flush()
-            self.schedule.step()  # load your schedule, if it steps otherwise
-            self.epoch, self.samples_seen = epoch + 1, 0
-            self.loss_sum.zero_()
-            if self.epoch % save_every == 0 or self.epoch == total_epochs:
-                self._save_snapshot()
-                log(f"Epoch {epoch} | Training checkpoint saved at {path}")
+    def _settle_buckets(self) -> None:
+        # DDP rearranges its buckets of gradients after the first backward pass, and with them the
+        # order of summation. Do that first, or a resumed run would round differently. Any output
+        # will do that all parameters have a part in, so the model itself is not asked for one.
+        model = self.model.module
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        model.forward = sum
+        self.model([parameter.sum() for parameter in trained]).backward()
+        del model.forward  # its class has the real one
+
+    def _stop_agreed(self, step: int) -> int:
+        # Every rank must leave the loop after the same step, or the others wait in an all-reduce
+        # for the one that left. Asking costs a round trip: where a step takes less than a second,
+        # do it at every tenth.
+        if step % self.ask_every > 0 and step < len(self.train_data):
+            return 0
+        signum = self.stop.item() if mp.parent_process().is_alive() else signal.SIGTERM
+        slow = time.perf_counter() - self.asked > self.ask_every
+        answer = torch.tensor([signum, slow], device=self.device)
+        dist.all_reduce(answer, op=dist.ReduceOp.MAX)
+        signum, slow = answer.tolist()
+        self.ask_every, self.asked = 1 if slow else 10, time.perf_counter()
+        return signum
 
 
-def cannot_resume(args: argparse.Namespace, error: Exception) -> NoReturn:
-    path, reason = args.snapshot_path, f"{type(error).__name__}: {error}".splitlines()[0]
-    sys.exit(f"error: cannot resume from {path} ({reason}): name another --snapshot-path")
-
-
-def open_snapshot(args: argparse.Namespace) -> dict | None:
-    path = Path(args.snapshot_path)
-    if not args.resume:
-        return None
-    if not path.exists():
-        log(f"No snapshot at {path}, starting from the beginning")
-        return None
-    try:
-        snapshot = torch.load(path, map_location="cpu", weights_only=True)
-        # A resumed run goes on as it was started, but for what its own command line says.
-        for name in KEPT:
-            now = getattr(args, name)
-            then = snapshot["settings"].get(name, now)  # not every script has every option
-            if name not in args.given:
-                setattr(args, name, then)
-            elif then != now and name in ("dataset", "model", "seed"):
-                raise ValueError(f"made with --{name} {then}, and this run has {now}")
-            elif then != now:
-                log(f"{name}: {now} from the command line, not the snapshot's {then}")
-    except Exception as error:  # torch.load raises nearly everything
-        cannot_resume(args, error)
-    return snapshot
+# Setting up
 
 
 def ddp_setup(rank: int, world_size: int, store: str, args: argparse.Namespace) -> torch.device:
@@ -348,23 +317,81 @@ def prepare_dataloader(
     )
 
 
-def log(line: str, every_rank: bool = False) -> None:
-    if dist.is_initialized() and dist.get_rank() > 0 and not every_rank:
-        return
-    tqdm.write(f"{line}\n", end="")  # one write, above the progress bar
-    sys.stdout.flush()
+def main(
+    rank: int,
+    world_size: int,
+    store: str,
+    train_set: Dataset,
+    test_set: Dataset,
+    stop: torch.Tensor,
+    args: argparse.Namespace,
+) -> None:
+    device = ddp_setup(rank, world_size, store, args)
+    box = [None]
+    if args.resume and rank == 0:
+        box = [torch.load(args.snapshot_path, map_location="cpu", weights_only=True)]
+    dist.broadcast_object_list(box)
+    model, optimizer, schedule = load_train_objs(args, train_set, device)
+    set_seed(args.seed, rank)  # from here on each rank draws its own
+    train_sampler = ShardedBatchSampler(train_set, args.batch_size, world_size, rank, args.seed)
+    shard = range(rank, len(test_set), world_size)  # no padding: every sample counts once
+    test_sampler = BatchSampler(shard, args.test_batch_size, drop_last=False)
+    train_data = prepare_dataloader(train_set, train_sampler, device, args.num_workers)
+    test_data = prepare_dataloader(test_set, test_sampler, device, args.num_workers)
+    objs = (model, train_data, test_data, optimizer, schedule)
+    trainer = Trainer(*objs, device, box[0], stop, args)
+    catch_stop_signals(stop)
+    trainer.train(args.total_epochs)
+    dist.destroy_process_group()
+    # After a stop the shells' number for a signal: not done yet.
+    leave(128 + trainer.stopped if trainer.stopped else 0)
 
 
-@contextlib.contextmanager
-def waiting_for(whom: str) -> Iterator[None]:
-    # A download or a slow disk must not look like a hang. What bounds it is --timeout.
-    line = f"[rank {dist.get_rank()}] still waiting for {whom}"
-    timer = threading.Timer(10, log, (line, True))
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+# Plumbing
+
+
+def spawn(args: argparse.Namespace, stop: torch.Tensor) -> None:
+    catch_stop_signals(stop)  # shared memory: what one process hears, all hear
+    if open_snapshot(args) is None:  # rank 0 opens it again: shared memory may be too small
+        args.resume = False
+    line = "total_epochs: {total_epochs}, save_every: {save_every}, batch_size: {batch_size}"
+    log(line.format(**vars(args)))
+    train_set, test_set = load_dataset(args.dataset, args.data_dir)  # load your dataset
+    model = build_model(args.model, train_set[0][0].shape)  # load your model: errors come once
+    sampler = ShardedBatchSampler(train_set, args.batch_size, args.nproc_per_node, 0, args.seed)
+    check_batch_norm(model, sampler.sizes()[0] // args.nproc_per_node, train_set)
+    if stop.item():
+        sys.exit(128 + stop.item())
+    processes = []
+    with tempfile.TemporaryDirectory() as folder:
+        # The ranks meet in a file: no port to choose, and nothing that listens.
+        objs = (args.nproc_per_node, os.path.join(folder, "store"), train_set, test_set, stop, args)
+        try:
+            # Children inherit this and stay deaf to Ctrl-C until they can answer it properly.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            context = mp.spawn(main, objs, args.nproc_per_node, join=False)
+            processes = context.processes
+            catch_stop_signals(stop)
+            seconds = 0  # since a stop was asked for
+            while not context.join(timeout=1, grace_period=5):
+                seconds += stop.item() > 0
+                if seconds > PATIENCE:
+                    log("error: not all ranks stopped: --resume goes on from the last snapshot")
+                    sys.exit(128 + stop.item())
+        except RuntimeError as error:  # the data sets' tensors go to shared memory
+            if "shared memory" not in str(error):
+                raise
+            sys.exit(f"error: {error}: give it more, for example with docker run --shm-size=1g")
+        except mp.ProcessExitedException as error:
+            if error.exit_code > 0:  # its last words are on the screen
+                sys.exit(error.exit_code)
+            sys.exit(f"error: {error}: --resume goes on from the last snapshot")
+        finally:
+            for process in processes:
+                process.kill()
+
+
+PATIENCE = 25  # seconds that ranks have to save after a request to stop; torchrun gives 30
 
 
 def catch_stop_signals(stop: torch.Tensor) -> None:
@@ -384,6 +411,62 @@ def leave(status: int) -> None:
     atexit._run_exitfuncs()
     sys.stdout.flush()
     os._exit(status)
+
+
+tqdm.set_lock(threading.RLock())  # its own is a semaphore that a killed process leaves behind
+
+
+def log(line: str, every_rank: bool = False) -> None:
+    if dist.is_initialized() and dist.get_rank() > 0 and not every_rank:
+        return
+    tqdm.write(f"{line}\n", end="")  # one write, above the progress bar
+    sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def waiting_for(whom: str) -> Iterator[None]:
+    # A download or a slow disk must not look like a hang. What bounds it is --timeout.
+    line = f"[rank {dist.get_rank()}] still waiting for {whom}"
+    timer = threading.Timer(10, log, (line, True))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+# What a resumed run keeps of the one before: what it computes, not where and how fast.
+KEPT = ("total_epochs", "save_every", "batch_size", "test_batch_size", "lr", "momentum")
+KEPT += ("dataset", "data_dir", "model", "seed")
+
+
+def open_snapshot(args: argparse.Namespace) -> dict | None:
+    path = Path(args.snapshot_path)
+    if not args.resume:
+        return None
+    if not path.exists():
+        log(f"No snapshot at {path}, starting from the beginning")
+        return None
+    try:
+        snapshot = torch.load(path, map_location="cpu", weights_only=True)
+        # A resumed run goes on as it was started, but for what its own command line says.
+        for name in KEPT:
+            now = getattr(args, name)
+            then = snapshot["settings"].get(name, now)  # not every script has every option
+            if name not in args.given:
+                setattr(args, name, then)
+            elif then != now and name in ("dataset", "model", "seed"):
+                raise ValueError(f"made with --{name} {then}, and this run has {now}")
+            elif then != now:
+                log(f"{name}: {now} from the command line, not the snapshot's {then}")
+    except Exception as error:  # torch.load raises nearly everything
+        cannot_resume(args, error)
+    return snapshot
+
+
+def cannot_resume(args: argparse.Namespace, error: Exception) -> NoReturn:
+    path, reason = args.snapshot_path, f"{type(error).__name__}: {error}".splitlines()[0]
+    sys.exit(f"error: cannot resume from {path} ({reason}): name another --snapshot-path")
 
 
 def device_names() -> list[str]:
@@ -447,77 +530,6 @@ def parse_args() -> argparse.Namespace:
     if args.log_dir and not importlib.util.find_spec("tensorboard"):
         parser.error("--log-dir needs TensorBoard: pip install tensorboard")
     return args
-
-
-def main(
-    rank: int,
-    world_size: int,
-    store: str,
-    train_set: Dataset,
-    test_set: Dataset,
-    stop: torch.Tensor,
-    args: argparse.Namespace,
-) -> None:
-    device = ddp_setup(rank, world_size, store, args)
-    box = [None]
-    if args.resume and rank == 0:
-        box = [torch.load(args.snapshot_path, map_location="cpu", weights_only=True)]
-    dist.broadcast_object_list(box)
-    model, optimizer, schedule = load_train_objs(args, train_set, device)
-    set_seed(args.seed, rank)  # from here on each rank draws its own
-    train_sampler = ShardedBatchSampler(train_set, args.batch_size, world_size, rank, args.seed)
-    shard = range(rank, len(test_set), world_size)  # no padding: every sample counts once
-    test_sampler = BatchSampler(shard, args.test_batch_size, drop_last=False)
-    train_data = prepare_dataloader(train_set, train_sampler, device, args.num_workers)
-    test_data = prepare_dataloader(test_set, test_sampler, device, args.num_workers)
-    objs = (model, train_data, test_data, optimizer, schedule)
-    trainer = Trainer(*objs, device, box[0], stop, args)
-    catch_stop_signals(stop)
-    trainer.train(args.total_epochs)
-    dist.destroy_process_group()
-    # After a stop the shells' number for a signal: not done yet.
-    leave(128 + trainer.stopped if trainer.stopped else 0)
-
-
-def spawn(args: argparse.Namespace, stop: torch.Tensor) -> None:
-    catch_stop_signals(stop)  # shared memory: what one process hears, all hear
-    if open_snapshot(args) is None:  # rank 0 opens it again: shared memory may be too small
-        args.resume = False
-    line = "total_epochs: {total_epochs}, save_every: {save_every}, batch_size: {batch_size}"
-    log(line.format(**vars(args)))
-    train_set, test_set = load_dataset(args.dataset, args.data_dir)  # load your dataset
-    model = build_model(args.model, train_set[0][0].shape)  # load your model: errors come once
-    sampler = ShardedBatchSampler(train_set, args.batch_size, args.nproc_per_node, 0, args.seed)
-    check_batch_norm(model, sampler.sizes()[0] // args.nproc_per_node, train_set)
-    if stop.item():
-        sys.exit(128 + stop.item())
-    processes = []
-    with tempfile.TemporaryDirectory() as folder:
-        # The ranks meet in a file: no port to choose, and nothing that listens.
-        objs = (args.nproc_per_node, os.path.join(folder, "store"), train_set, test_set, stop, args)
-        try:
-            # Children inherit this and stay deaf to Ctrl-C until they can answer it properly.
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            context = mp.spawn(main, objs, args.nproc_per_node, join=False)
-            processes = context.processes
-            catch_stop_signals(stop)
-            seconds = 0  # since a stop was asked for
-            while not context.join(timeout=1, grace_period=5):
-                seconds += stop.item() > 0
-                if seconds > PATIENCE:
-                    log("error: not all ranks stopped: --resume goes on from the last snapshot")
-                    sys.exit(128 + stop.item())
-        except RuntimeError as error:  # the data sets' tensors go to shared memory
-            if "shared memory" not in str(error):
-                raise
-            sys.exit(f"error: {error}: give it more, for example with docker run --shm-size=1g")
-        except mp.ProcessExitedException as error:
-            if error.exit_code > 0:  # its last words are on the screen
-                sys.exit(error.exit_code)
-            sys.exit(f"error: {error}: --resume goes on from the last snapshot")
-        finally:
-            for process in processes:
-                process.kill()
 
 
 if __name__ == "__main__":

@@ -66,16 +66,6 @@ from common.data import (
 from common.model import DEFAULT_MODEL, MODELS, build_model, check_batch_norm
 from common.seed import get_rng_state, set_rng_state, set_seed, use_deterministic_kernels
 
-tqdm.set_lock(threading.RLock())  # its own is a semaphore that a killed process leaves behind
-
-# What a resumed run keeps of the one before: what it computes, not where and how fast.
-KEPT = ("total_epochs", "save_every", "batch_size", "test_batch_size", "lr", "momentum")
-KEPT += ("dataset", "data_dir", "model", "seed", "accumulate", "amp")
-
-LAUNCHER = os.getppid()  # another parent, later on, means that it was killed
-AMP = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-PATIENCE = 25  # seconds that ranks have to save after a request to stop; torchrun gives 30
-
 
 class Trainer:
     def __init__(
@@ -117,16 +107,6 @@ class Trainer:
             from torch.utils.tensorboard import SummaryWriter  # an extra, and slow to import
 
             self.writer = SummaryWriter(args.log_dir, purge_step=self.epoch)
-
-    def _settle_buckets(self) -> None:
-        # DDP rearranges its buckets of gradients after the first backward pass, and with them the
-        # order of summation. Do that first, or a resumed run would round differently. Any output
-        # will do that all parameters have a part in, so the model itself is not asked for one.
-        model = self.model.module
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        model.forward = sum
-        self.model([parameter.sum() for parameter in trained]).backward()
-        del model.forward  # its class has the real one
 
     def _run_batch(self, source: torch.Tensor, targets: torch.Tensor, count: int) -> torch.Tensor:
         self.optimizer.zero_grad()
@@ -175,22 +155,6 @@ class Trainer:
                 break
         progress.close()
 
-    def _stop_agreed(self, step: int) -> int:
-        # Every rank must leave the loop after the same step, or the others wait in an all-reduce
-        # for the one that left. Asking costs a round trip: where a step takes less than a second,
-        # do it at every tenth.
-        if step % self.ask_every > 0 and step < len(self.train_data):
-            return 0
-        launched = dist.is_torchelastic_launched() or mp.parent_process()
-        orphaned = launched and os.getppid() != LAUNCHER
-        signum = signal.SIGTERM if orphaned else self.stop.item()
-        slow = time.perf_counter() - self.asked > self.ask_every
-        answer = torch.tensor([signum, slow], device=self.device)
-        dist.all_reduce(answer, op=dist.ReduceOp.MAX)
-        signum, slow = answer.tolist()
-        self.ask_every, self.asked = 1 if slow else 10, time.perf_counter()
-        return signum
-
     @torch.no_grad()
     def _evaluate(self) -> tuple[torch.Tensor, torch.Tensor]:
         for buffer in self.model.buffers():
@@ -207,6 +171,41 @@ class Trainer:
                 loss_sum += F.cross_entropy(output, targets, reduction="sum")  # load your loss
             correct += (output.argmax(dim=1) == targets).sum()  # load your metric
         return loss_sum, correct
+
+    def train(self, total_epochs: int) -> None:
+        path, save_every = self.args.snapshot_path, self.args.save_every
+        samples, total = len(self.train_data.dataset), len(self.test_data.dataset)
+        for epoch in range(self.epoch, total_epochs):
+            seen, start = self.samples_seen, time.perf_counter()
+            self._run_epoch(epoch)
+            if self.device.type != "cpu":
+                torch.accelerator.synchronize()  # the clock must not stop before the device
+            rate = (self.samples_seen - seen) / (time.perf_counter() - start)
+            if self.stopped:
+                self._save_snapshot()
+                log(f"Epoch {epoch} | Stopped at sample {self.samples_seen}, saved at {path}")
+                return
+            sums = torch.stack((self.loss_sum, *self._evaluate()))
+            dist.all_reduce(sums)
+            train_loss, test_loss, correct = sums.tolist()
+            train_loss, test_loss = train_loss / samples, test_loss / total
+            losses = f"Train loss: {train_loss:.4f} | Test loss: {test_loss:.4f}"
+            accuracy = f"Accuracy: {correct:.0f}/{total} ({correct / total:.2%})"
+            log(f"Epoch {epoch} | {losses} | {accuracy} | {rate:.0f} samples/s")
+            if self.writer:
+                self.writer.add_scalar("loss/train", train_loss, epoch)
+                self.writer.add_scalar("loss/test", test_loss, epoch)
+                self.writer.add_scalar("accuracy", correct / total, epoch)
+                self.writer.add_scalar("samples_per_second", rate, epoch)
+                self.writer.flush()
+            self.schedule.step()  # load your schedule, if it steps otherwise
+            self.epoch, self.samples_seen = epoch + 1, 0
+            self.loss_sum.zero_()
+            if self.epoch % save_every == 0 or self.epoch == total_epochs:
+                self._save_snapshot()
+                log(f"Epoch {epoch} | Training checkpoint saved at {path}")
+
+    # Snapshots and stopping
 
     def _save_snapshot(self) -> None:
         rng_states = [None] * self.world_size
@@ -272,88 +271,73 @@ class Trainer:
             dist.barrier()
         log(f"Resuming training from snapshot at Epoch {self.epoch}, sample {self.samples_seen}")
 
-    def train(self, total_epochs: int) -> None:
-        path, save_every = self.args.snapshot_path, self.args.save_every
-        samples, total = len(self.train_data.dataset), len(self.test_data.dataset)
-        for epoch in range(self.epoch, total_epochs):
-            seen, start = self.samples_seen, time.perf_counter()
-            self._run_epoch(epoch)
-            if self.device.type != "cpu":
-                torch.accelerator.synchronize()  # the clock must not stop before the device
-            rate = (self.samples_seen - seen) / (time.perf_counter() - start)
-            if self.stopped:
-                self._save_snapshot()
-                log(f"Epoch {epoch} | Stopped at sample {self.samples_seen}, saved at {path}")
-                return
-            sums = torch.stack((self.loss_sum, *self._evaluate()))
-            dist.all_reduce(sums)
-            train_loss, test_loss, correct = sums.tolist()
-            train_loss, test_loss = train_loss / samples, test_loss / total
-            losses = f"Train loss: {train_loss:.4f} | Test loss: {test_loss:.4f}"
-            accuracy = f"Accuracy: {correct:.0f}/{total} ({correct / total:.2%})"
-            log(f"Epoch {epoch} | {losses} | {accuracy} | {rate:.0f} samples/s")
-            if self.writer:
-                self.writer.add_scalar("loss/train", train_loss, epoch)
-                self.writer.add_scalar("loss/test", test_loss, epoch)
-                self.writer.add_scalar("accuracy", correct / total, epoch)
-                self.writer.add_scalar("samples_per_second", rate, epoch)
-                self.writer.flush()
-            self.schedule.step()  # load your schedule, if it steps otherwise
-            self.epoch, self.samples_seen = epoch + 1, 0
-            self.loss_sum.zero_()
-            if self.epoch % save_every == 0 or self.epoch == total_epochs:
-                self._save_snapshot()
-                log(f"Epoch {epoch} | Training checkpoint saved at {path}")
+    def _settle_buckets(self) -> None:
+        # DDP rearranges its buckets of gradients after the first backward pass, and with them the
+        # order of summation. Do that first, or a resumed run would round differently. Any output
+        # will do that all parameters have a part in, so the model itself is not asked for one.
+        model = self.model.module
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        model.forward = sum
+        self.model([parameter.sum() for parameter in trained]).backward()
+        del model.forward  # its class has the real one
+
+    def _stop_agreed(self, step: int) -> int:
+        # Every rank must leave the loop after the same step, or the others wait in an all-reduce
+        # for the one that left. Asking costs a round trip: where a step takes less than a second,
+        # do it at every tenth.
+        if step % self.ask_every > 0 and step < len(self.train_data):
+            return 0
+        launched = dist.is_torchelastic_launched() or mp.parent_process()
+        orphaned = launched and os.getppid() != LAUNCHER
+        signum = signal.SIGTERM if orphaned else self.stop.item()
+        slow = time.perf_counter() - self.asked > self.ask_every
+        answer = torch.tensor([signum, slow], device=self.device)
+        dist.all_reduce(answer, op=dist.ReduceOp.MAX)
+        signum, slow = answer.tolist()
+        self.ask_every, self.asked = 1 if slow else 10, time.perf_counter()
+        return signum
 
 
-def agree_on_run() -> str:
-    # torchrun tells each process where to report errors, in a folder that each host's torchrun
-    # makes anew and keeps for its restarts: <run>/attempt_<n>/<local rank>/error.json. The run's
-    # name stays there. A host that joins later learns it from the others.
-    report = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    note = Path(report).parents[2] / "run" if report else Path(os.devnull)
-    known = note.read_text() if note.exists() else ""
-    names = [None] * dist.get_world_size()
-    dist.all_gather_object(names, (known > "", known or uuid.uuid4().hex))
-    note.write_text(max(names)[1])
-    return max(names)[1]
+# Setting up
 
 
-def check(trainer: Trainer) -> None:
-    # Does an all-reduce add up, how long does it take, and what does that make of a step?
-    world_size, device = trainer.world_size, trainer.device
-    trainer.model.train()
-    source, targets = next(iter(trainer.train_data))
-    source = source.to(device, non_blocking=trainer.pinned)  # load your inputs
-    targets = targets.to(device, non_blocking=trainer.pinned)  # load your inputs
-    count = sum(parameter.numel() for parameter in trainer.model.parameters())
-    gradient = torch.full((count,), trainer.rank + 1.0, device=device)
-    dist.all_reduce(gradient)
-    wrong = (gradient != world_size * (world_size + 1) / 2).sum()
-    dist.all_reduce(wrong)
-    seconds = torch.empty(6, 2, device=device)
-    for row in seconds:
-        dist.barrier()
-        start = time.perf_counter()
-        with trainer.model.no_sync():
-            trainer._run_batch(source, targets, len(targets) * world_size).item()
-        row[0] = time.perf_counter() - start
-        dist.barrier()
-        start = time.perf_counter()
-        dist.all_reduce(gradient)
-        gradient[0].item()  # waits for the device
-        row[1] = time.perf_counter() - start
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)  # a step waits for the slowest rank
-    rows = seconds[1:].tolist()  # the first one warms up
-    compute, reduce = map(statistics.median, zip(*rows, strict=True))
-    size, steps = count * gradient.element_size(), len(trainer.train_data)
-    sent = 2 * (world_size - 1) / world_size * size / reduce / 1e9  # by each rank, in a ring
-    share, epoch = reduce / (compute + reduce), steps * (compute + reduce)
-    log(f"All-reduce | {size / 1e6:.2f} MB | {reduce * 1e3:.2f} ms | {sent:.4f} GB/s")
-    log(f"Step | {compute * 1e3:.2f} ms to compute, {share:.0%} of the step for the all-reduce")
-    log(f"Epoch | {steps} steps | about {epoch:.1f} s")
-    if wrong:
-        sys.exit(f"error: {wrong.item()} of {world_size * count} sums of the all-reduce are wrong")
+def ddp_setup(args: argparse.Namespace) -> torch.device:
+    if args.deterministic:  # first of all: the process group chooses its kernels, too
+        use_deterministic_kernels()
+    address = own_address(args)
+    try:
+        store = join(args, address)
+        device, device_id = torch.device("cpu"), None
+        if args.device != "cpu":
+            device = device_id = choose_device(args)
+            torch.accelerator.set_device_index(device.index)
+        if "OMP_NUM_THREADS" not in os.environ:  # or else every process takes all cores
+            cores = int(os.environ.get("SLURM_CPUS_PER_TASK", torch.get_num_threads()))
+            torch.set_num_threads(max(1, cores // args.local_world_size))
+        loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
+        if loopback and args.world_size == args.local_world_size:  # these need no network
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+        dist.init_process_group(
+            args.backend,
+            store=store,
+            rank=args.rank,
+            world_size=args.world_size,
+            timeout=datetime.timedelta(seconds=args.timeout),
+            device_id=device_id,
+        )
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = one_line(error)
+        if "EADDRINUSE" in reason:
+            reason = "the port is taken: choose another one"
+        elif "Failed to recv" in reason:
+            reason = "rank 0 has left again: look there for the cause"
+        where = f"rank {args.rank} of {args.world_size}, at {address}"
+        sys.exit(f"error: {where}, cannot join at {args.init_method}: {reason}")
+    line = f"[rank {args.rank} of {args.world_size}] host {socket.gethostname()} at {address}"
+    line += f" | device {device} | backend {dist.get_backend()} | threads {torch.get_num_threads()}"
+    log(line, every_rank=True)
+    return device
 
 
 def join(args: argparse.Namespace, address: str) -> dist.Store | None:
@@ -456,97 +440,6 @@ def own_address(args: argparse.Namespace) -> str:
         return "an unknown address"
 
 
-def cannot_resume(args: argparse.Namespace, error: Exception) -> NoReturn:
-    path, reason = args.snapshot_path, f"{type(error).__name__}: {error}".splitlines()[0]
-    sys.exit(f"error: cannot resume from {path} ({reason}): name another --snapshot-path")
-
-
-def open_snapshot(args: argparse.Namespace) -> dict | None:
-    path, resume = Path(args.snapshot_path), args.resume and args.rank == 0
-    if not path.exists():
-        if resume:
-            log(f"No snapshot at {path}, starting from the beginning")
-        return None
-    try:
-        snapshot = torch.load(path, map_location="cpu", weights_only=True)
-        # After a crash torchrun starts everything anew: go on from what this run has saved, but
-        # never from the snapshot of an earlier one; --resume asks for that.
-        if not resume and snapshot["settings"]["run"] != args.run:
-            return None
-        # A resumed run goes on as it was started, but for what its own command line says.
-        for name in KEPT:
-            now = getattr(args, name)
-            then = snapshot["settings"].get(name, now)  # not every script has every option
-            if name not in args.given:
-                setattr(args, name, then)
-            elif then != now and name in ("dataset", "model", "seed"):
-                raise ValueError(f"made with --{name} {then}, and this run has {now}")
-            elif then != now:
-                log(f"{name}: {now} from the command line, not the snapshot's {then}")
-    except Exception as error:  # torch.load raises nearly everything
-        if not resume:  # it is another program's
-            return None
-        cannot_resume(args, error)
-    return snapshot
-
-
-def find_snapshot(args: argparse.Namespace) -> dict | None:
-    # After a restart rank 0 may be on another host than the one that saved: the furthest snapshot
-    # of this run counts. Without any, --resume asks for rank 0's.
-    snapshot, mine = None, (False, -1, 0)
-    if args.local_rank == 0:
-        snapshot = open_snapshot(args)
-    if snapshot is not None:
-        same_run = snapshot["settings"].get("run") == args.run
-        mine = (same_run, snapshot["epoch"], snapshot["samples_seen"])
-    everywhere = [None] * args.world_size
-    dist.all_gather_object(everywhere, mine)
-    source = everywhere.index(max(everywhere))
-    box = [snapshot, {name: getattr(args, name) for name in KEPT}]
-    dist.broadcast_object_list(box, src=source)  # no other rank needs the file
-    vars(args).update(box[1])
-    return box[0]
-
-
-def ddp_setup(args: argparse.Namespace) -> torch.device:
-    if args.deterministic:  # first of all: the process group chooses its kernels, too
-        use_deterministic_kernels()
-    address = own_address(args)
-    try:
-        store = join(args, address)
-        device, device_id = torch.device("cpu"), None
-        if args.device != "cpu":
-            device = device_id = choose_device(args)
-            torch.accelerator.set_device_index(device.index)
-        if "OMP_NUM_THREADS" not in os.environ:  # or else every process takes all cores
-            cores = int(os.environ.get("SLURM_CPUS_PER_TASK", torch.get_num_threads()))
-            torch.set_num_threads(max(1, cores // args.local_world_size))
-        loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
-        if loopback and args.world_size == args.local_world_size:  # these need no network
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
-        dist.init_process_group(
-            args.backend,
-            store=store,
-            rank=args.rank,
-            world_size=args.world_size,
-            timeout=datetime.timedelta(seconds=args.timeout),
-            device_id=device_id,
-        )
-    except (OSError, RuntimeError, ValueError) as error:
-        reason = one_line(error)
-        if "EADDRINUSE" in reason:
-            reason = "the port is taken: choose another one"
-        elif "Failed to recv" in reason:
-            reason = "rank 0 has left again: look there for the cause"
-        where = f"rank {args.rank} of {args.world_size}, at {address}"
-        sys.exit(f"error: {where}, cannot join at {args.init_method}: {reason}")
-    line = f"[rank {args.rank} of {args.world_size}] host {socket.gethostname()} at {address}"
-    line += f" | device {device} | backend {dist.get_backend()} | threads {torch.get_num_threads()}"
-    log(line, every_rank=True)
-    return device
-
-
 def load_train_objs(args: argparse.Namespace, device: torch.device) -> tuple:
     if args.local_rank > 0:
         preload(args.dataset)  # slow imports: there is time
@@ -580,23 +473,136 @@ def prepare_dataloader(
     )
 
 
-def log(line: str, every_rank: bool = False) -> None:
-    if dist.is_initialized() and dist.get_rank() > 0 and not every_rank:
-        return
-    tqdm.write(f"{line}\n", end="")  # one write, above the progress bar
-    sys.stdout.flush()
+def main(args: argparse.Namespace, stop: torch.Tensor) -> None:
+    start, rank, world_size = time.perf_counter(), args.rank, args.world_size
+    device = ddp_setup(args)
+    args.run = agree_on_run()
+    snapshot = find_snapshot(args)
+    line = "total_epochs: {total_epochs}, save_every: {save_every}, batch_size: {batch_size}"
+    log(line.format(**vars(args)))
+    train_set, test_set, model, optimizer, schedule = load_train_objs(args, device)
+    set_seed(args.seed, rank)  # from here on each rank draws its own
+    batch_size = args.batch_size * args.accumulate
+    train_sampler = ShardedBatchSampler(train_set, batch_size, world_size, rank, args.seed)
+    smallest = train_sampler.sizes()[0] // world_size // args.accumulate
+    check_batch_norm(model, smallest * world_size if args.sync_bn else smallest, train_set)
+    shard = range(rank, len(test_set), world_size)  # no padding: every sample counts once
+    test_sampler = BatchSampler(shard, args.test_batch_size, drop_last=False)
+    train_data = prepare_dataloader(train_set, train_sampler, device, args.num_workers)
+    test_data = prepare_dataloader(test_set, test_sampler, device, args.num_workers)
+    objs = (model, train_data, test_data, optimizer, schedule)
+    trainer = Trainer(*objs, device, snapshot, stop, args)
+    catch_stop_signals(stop)
+    if args.check:
+        check(trainer)
+    else:
+        trainer.train(args.total_epochs)
+    if not trainer.stopped:
+        log(f"Total time: {time.perf_counter() - start:.3f}s")
+    dist.destroy_process_group()
+    # After a stop the shells' number for a signal: not done yet.
+    leave(128 + trainer.stopped if trainer.stopped else 0)
 
 
-@contextlib.contextmanager
-def waiting_for(whom: str) -> Iterator[None]:
-    # A download or a slow disk must not look like a hang. What bounds it is --timeout.
-    line = f"[rank {dist.get_rank()}] still waiting for {whom}"
-    timer = threading.Timer(10, log, (line, True))
-    timer.start()
+def check(trainer: Trainer) -> None:
+    # Does an all-reduce add up, how long does it take, and what does that make of a step?
+    world_size, device = trainer.world_size, trainer.device
+    trainer.model.train()
+    source, targets = next(iter(trainer.train_data))
+    source = source.to(device, non_blocking=trainer.pinned)  # load your inputs
+    targets = targets.to(device, non_blocking=trainer.pinned)  # load your inputs
+    count = sum(parameter.numel() for parameter in trainer.model.parameters())
+    gradient = torch.full((count,), trainer.rank + 1.0, device=device)
+    dist.all_reduce(gradient)
+    wrong = (gradient != world_size * (world_size + 1) / 2).sum()
+    dist.all_reduce(wrong)
+    seconds = torch.empty(6, 2, device=device)
+    for row in seconds:
+        dist.barrier()
+        start = time.perf_counter()
+        with trainer.model.no_sync():
+            trainer._run_batch(source, targets, len(targets) * world_size).item()
+        row[0] = time.perf_counter() - start
+        dist.barrier()
+        start = time.perf_counter()
+        dist.all_reduce(gradient)
+        gradient[0].item()  # waits for the device
+        row[1] = time.perf_counter() - start
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)  # a step waits for the slowest rank
+    rows = seconds[1:].tolist()  # the first one warms up
+    compute, reduce = map(statistics.median, zip(*rows, strict=True))
+    size, steps = count * gradient.element_size(), len(trainer.train_data)
+    sent = 2 * (world_size - 1) / world_size * size / reduce / 1e9  # by each rank, in a ring
+    share, epoch = reduce / (compute + reduce), steps * (compute + reduce)
+    log(f"All-reduce | {size / 1e6:.2f} MB | {reduce * 1e3:.2f} ms | {sent:.4f} GB/s")
+    log(f"Step | {compute * 1e3:.2f} ms to compute, {share:.0%} of the step for the all-reduce")
+    log(f"Epoch | {steps} steps | about {epoch:.1f} s")
+    if wrong:
+        sys.exit(f"error: {wrong.item()} of {world_size * count} sums of the all-reduce are wrong")
+
+
+# Plumbing
+
+
+@record  # without it torchrun's report has no traceback
+def run(args: argparse.Namespace, stop: torch.Tensor) -> None:
     try:
-        yield
+        main(args, stop)
+    except (DataError, OSError) as error:
+        sys.exit(f"error: {error}")
+    except RuntimeError as error:
+        # When a rank fails, the others lose it. Let torchrun report the one, not the others.
+        if not is_lost_peer(error):
+            raise
+        line = f"error: rank {args.rank} has lost the others, look there for the cause"
+        sys.exit(f"{line} ({one_line(error)})")
+
+
+def run_rank(local_rank: int, args: argparse.Namespace, stop: torch.Tensor) -> None:
+    args.local_rank, args.rank = local_rank, args.rank + local_rank
+    run(args, stop)
+
+
+def spawn(args: argparse.Namespace, stop: torch.Tensor) -> None:
+    processes = []
+    try:
+        # Children inherit this and stay deaf to Ctrl-C until they can answer it properly.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        context = mp.spawn(run_rank, (args, stop), args.nproc_per_node, join=False)
+        processes = context.processes
+        catch_stop_signals(stop)  # shared memory: what one process hears, all hear
+        seconds = 0  # since a stop was asked for
+        while not context.join(timeout=1, grace_period=5):
+            seconds += stop.item() > 0
+            if seconds > PATIENCE:
+                log("error: not all ranks stopped: --resume goes on from the last snapshot")
+                sys.exit(128 + stop.item())
+    except mp.ProcessExitedException as error:
+        if error.exit_code > 0:  # its last words are on the screen
+            sys.exit(error.exit_code)
+        sys.exit(f"error: {error}: --resume goes on from the last snapshot")
     finally:
-        timer.cancel()
+        for process in processes:
+            process.kill()
+
+
+def is_lost_peer(error: RuntimeError) -> bool:
+    # By what gloo, NCCL and the store say when a peer has gone. All else is this rank's own fault.
+    said = ("closed by peer", "reset by peer", "writev", "for recv operation", "for send operation")
+    said += ("pair closure", "remote process exit", "collective operation timeout", "store->get(")
+    store_failed = isinstance(error, (dist.DistNetworkError, dist.DistStoreError))
+    return store_failed or any(words in str(error) for words in said)
+
+
+def one_line(error: Exception) -> str:
+    # NCCL names the cause in a later line than the first. The C++ frames come last.
+    return " ".join(str(error).split("Exception raised from")[0].split())
+
+
+PATIENCE = 25  # seconds that ranks have to save after a request to stop; torchrun gives 30
+
+
+LAUNCHER = os.getppid()  # another parent, later on, means that it was killed
 
 
 def catch_stop_signals(stop: torch.Tensor) -> None:
@@ -617,6 +623,101 @@ def leave(status: int) -> None:
     atexit._run_exitfuncs()
     sys.stdout.flush()
     os._exit(status)
+
+
+tqdm.set_lock(threading.RLock())  # its own is a semaphore that a killed process leaves behind
+
+
+def log(line: str, every_rank: bool = False) -> None:
+    if dist.is_initialized() and dist.get_rank() > 0 and not every_rank:
+        return
+    tqdm.write(f"{line}\n", end="")  # one write, above the progress bar
+    sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def waiting_for(whom: str) -> Iterator[None]:
+    # A download or a slow disk must not look like a hang. What bounds it is --timeout.
+    line = f"[rank {dist.get_rank()}] still waiting for {whom}"
+    timer = threading.Timer(10, log, (line, True))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+# What a resumed run keeps of the one before: what it computes, not where and how fast.
+KEPT = ("total_epochs", "save_every", "batch_size", "test_batch_size", "lr", "momentum")
+KEPT += ("dataset", "data_dir", "model", "seed", "accumulate", "amp")
+
+
+def agree_on_run() -> str:
+    # torchrun tells each process where to report errors, in a folder that each host's torchrun
+    # makes anew and keeps for its restarts: <run>/attempt_<n>/<local rank>/error.json. The run's
+    # name stays there. A host that joins later learns it from the others.
+    report = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    note = Path(report).parents[2] / "run" if report else Path(os.devnull)
+    known = note.read_text() if note.exists() else ""
+    names = [None] * dist.get_world_size()
+    dist.all_gather_object(names, (known > "", known or uuid.uuid4().hex))
+    note.write_text(max(names)[1])
+    return max(names)[1]
+
+
+def find_snapshot(args: argparse.Namespace) -> dict | None:
+    # After a restart rank 0 may be on another host than the one that saved: the furthest snapshot
+    # of this run counts. Without any, --resume asks for rank 0's.
+    snapshot, mine = None, (False, -1, 0)
+    if args.local_rank == 0:
+        snapshot = open_snapshot(args)
+    if snapshot is not None:
+        same_run = snapshot["settings"].get("run") == args.run
+        mine = (same_run, snapshot["epoch"], snapshot["samples_seen"])
+    everywhere = [None] * args.world_size
+    dist.all_gather_object(everywhere, mine)
+    source = everywhere.index(max(everywhere))
+    box = [snapshot, {name: getattr(args, name) for name in KEPT}]
+    dist.broadcast_object_list(box, src=source)  # no other rank needs the file
+    vars(args).update(box[1])
+    return box[0]
+
+
+def open_snapshot(args: argparse.Namespace) -> dict | None:
+    path, resume = Path(args.snapshot_path), args.resume and args.rank == 0
+    if not path.exists():
+        if resume:
+            log(f"No snapshot at {path}, starting from the beginning")
+        return None
+    try:
+        snapshot = torch.load(path, map_location="cpu", weights_only=True)
+        # After a crash torchrun starts everything anew: go on from what this run has saved, but
+        # never from the snapshot of an earlier one; --resume asks for that.
+        if not resume and snapshot["settings"]["run"] != args.run:
+            return None
+        # A resumed run goes on as it was started, but for what its own command line says.
+        for name in KEPT:
+            now = getattr(args, name)
+            then = snapshot["settings"].get(name, now)  # not every script has every option
+            if name not in args.given:
+                setattr(args, name, then)
+            elif then != now and name in ("dataset", "model", "seed"):
+                raise ValueError(f"made with --{name} {then}, and this run has {now}")
+            elif then != now:
+                log(f"{name}: {now} from the command line, not the snapshot's {then}")
+    except Exception as error:  # torch.load raises nearly everything
+        if not resume:  # it is another program's
+            return None
+        cannot_resume(args, error)
+    return snapshot
+
+
+def cannot_resume(args: argparse.Namespace, error: Exception) -> NoReturn:
+    path, reason = args.snapshot_path, f"{type(error).__name__}: {error}".splitlines()[0]
+    sys.exit(f"error: cannot resume from {path} ({reason}): name another --snapshot-path")
+
+
+AMP = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def device_names() -> list[str]:
@@ -758,92 +859,6 @@ def parse_args() -> argparse.Namespace:
     if args.log_dir and not importlib.util.find_spec("tensorboard"):
         parser.error("--log-dir needs TensorBoard: pip install tensorboard")
     return args
-
-
-def main(args: argparse.Namespace, stop: torch.Tensor) -> None:
-    start, rank, world_size = time.perf_counter(), args.rank, args.world_size
-    device = ddp_setup(args)
-    args.run = agree_on_run()
-    snapshot = find_snapshot(args)
-    line = "total_epochs: {total_epochs}, save_every: {save_every}, batch_size: {batch_size}"
-    log(line.format(**vars(args)))
-    train_set, test_set, model, optimizer, schedule = load_train_objs(args, device)
-    set_seed(args.seed, rank)  # from here on each rank draws its own
-    batch_size = args.batch_size * args.accumulate
-    train_sampler = ShardedBatchSampler(train_set, batch_size, world_size, rank, args.seed)
-    smallest = train_sampler.sizes()[0] // world_size // args.accumulate
-    check_batch_norm(model, smallest * world_size if args.sync_bn else smallest, train_set)
-    shard = range(rank, len(test_set), world_size)  # no padding: every sample counts once
-    test_sampler = BatchSampler(shard, args.test_batch_size, drop_last=False)
-    train_data = prepare_dataloader(train_set, train_sampler, device, args.num_workers)
-    test_data = prepare_dataloader(test_set, test_sampler, device, args.num_workers)
-    objs = (model, train_data, test_data, optimizer, schedule)
-    trainer = Trainer(*objs, device, snapshot, stop, args)
-    catch_stop_signals(stop)
-    if args.check:
-        check(trainer)
-    else:
-        trainer.train(args.total_epochs)
-    if not trainer.stopped:
-        log(f"Total time: {time.perf_counter() - start:.3f}s")
-    dist.destroy_process_group()
-    # After a stop the shells' number for a signal: not done yet.
-    leave(128 + trainer.stopped if trainer.stopped else 0)
-
-
-def is_lost_peer(error: RuntimeError) -> bool:
-    # By what gloo, NCCL and the store say when a peer has gone. All else is this rank's own fault.
-    said = ("closed by peer", "reset by peer", "writev", "for recv operation", "for send operation")
-    said += ("pair closure", "remote process exit", "collective operation timeout", "store->get(")
-    store_failed = isinstance(error, (dist.DistNetworkError, dist.DistStoreError))
-    return store_failed or any(words in str(error) for words in said)
-
-
-def one_line(error: Exception) -> str:
-    # NCCL names the cause in a later line than the first. The C++ frames come last.
-    return " ".join(str(error).split("Exception raised from")[0].split())
-
-
-@record  # without it torchrun's report has no traceback
-def run(args: argparse.Namespace, stop: torch.Tensor) -> None:
-    try:
-        main(args, stop)
-    except (DataError, OSError) as error:
-        sys.exit(f"error: {error}")
-    except RuntimeError as error:
-        # When a rank fails, the others lose it. Let torchrun report the one, not the others.
-        if not is_lost_peer(error):
-            raise
-        line = f"error: rank {args.rank} has lost the others, look there for the cause"
-        sys.exit(f"{line} ({one_line(error)})")
-
-
-def run_rank(local_rank: int, args: argparse.Namespace, stop: torch.Tensor) -> None:
-    args.local_rank, args.rank = local_rank, args.rank + local_rank
-    run(args, stop)
-
-
-def spawn(args: argparse.Namespace, stop: torch.Tensor) -> None:
-    processes = []
-    try:
-        # Children inherit this and stay deaf to Ctrl-C until they can answer it properly.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        context = mp.spawn(run_rank, (args, stop), args.nproc_per_node, join=False)
-        processes = context.processes
-        catch_stop_signals(stop)  # shared memory: what one process hears, all hear
-        seconds = 0  # since a stop was asked for
-        while not context.join(timeout=1, grace_period=5):
-            seconds += stop.item() > 0
-            if seconds > PATIENCE:
-                log("error: not all ranks stopped: --resume goes on from the last snapshot")
-                sys.exit(128 + stop.item())
-    except mp.ProcessExitedException as error:
-        if error.exit_code > 0:  # its last words are on the screen
-            sys.exit(error.exit_code)
-        sys.exit(f"error: {error}: --resume goes on from the last snapshot")
-    finally:
-        for process in processes:
-            process.kill()
 
 
 if __name__ == "__main__":
