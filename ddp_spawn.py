@@ -1,17 +1,18 @@
-"""Train on all devices of this host: mp.spawn starts a process for each, DDP joins them.
+"""Train on all devices of this node: mp.spawn starts a process for each, DDP connects them.
 
-    python ddp_spawn.py 50 10                 one process a GPU; two on a CPU
+    python ddp_spawn.py 50 10                 one process per GPU; two on a CPU
     python ddp_spawn.py --nproc-per-node 4    four; on a CPU they share the cores
     python ddp_spawn.py 50 10 --resume        go on from checkpoint.pt, where there is one
     CUDA_VISIBLE_DEVICES=0,2 python ddp_spawn.py
     python ddp_spawn.py --help                all options
 
-The global batch is --batch-size times the processes: with four, the job is that of `single_gpu.py
---batch-size 128`, step by step. mp.spawn starts Python anew for each process, imports this file
+The global batch is --batch-size times the processes: with four, this is the same job as
+`single_gpu.py --batch-size 128`. mp.spawn starts Python anew for each process, imports this file
 there (hence the main guard) and calls main(rank, ...). The parent loads the data, which all
-share, and waits. Ctrl-C and SIGTERM, to whichever process, stop all after the same step and save
-a snapshot; --resume then ends with the same weights as a run that was never stopped. A second
-Ctrl-C stops them at once. To make it yours, edit what is marked "load your".
+processes share, and waits. Ctrl-C and SIGTERM, to any process, stop all after the same step and
+save a snapshot; a second Ctrl-C stops at once. --resume then ends with the same weights as a run
+that was never stopped (on accelerators with --deterministic). To make this file yours, edit the
+lines that are marked "load your".
 """
 
 import argparse
@@ -27,7 +28,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -65,19 +66,27 @@ class Trainer:
         stop: torch.Tensor,
         args: argparse.Namespace,
     ) -> None:
-        self.device, self.stop, self.args = device, stop, args
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        ids = None if device.type == "cpu" else [device.index]
-        # Gradients that are views of DDP's buckets save a copy.
-        self.model = DDP(model, device_ids=ids, gradient_as_bucket_view=True)
-        self.train_data, self.test_data = train_data, test_data
+        self.device = device
+        self.args = args
+        self.stop = stop  # the number of the signal that asks for a stop, or 0
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.model = DDP(
+            model,
+            device_ids=None if device.type == "cpu" else [device.index],
+            gradient_as_bucket_view=True,  # saves a copy of the gradients
+        )
+        self.train_data = train_data
+        self.test_data = test_data
         self.pinned = train_data.pin_memory  # a copy from other memory must be waited for
-        self.optimizer, self.schedule = optimizer, schedule
+        self.optimizer = optimizer
+        self.schedule = schedule
         self.epoch = 0  # the epoch in progress
-        self.samples_seen = 0  # those of its samples that the job has trained on
-        self.loss_sum = torch.zeros((), device=device)  # over these samples
-        self.stopped = 0  # by the signal of this number
-        self.ask_every, self.asked = 1, time.perf_counter()  # see _stop_agreed
+        self.samples_seen = 0  # in this epoch, by all ranks
+        self.loss_sum = torch.zeros((), device=device)  # over this rank's share of them
+        self.stopped = 0  # the number of the signal that has ended training, or 0
+        self.ask_every = 1  # steps between two agreements on whether to stop
+        self.asked = time.perf_counter()  # when the last one was
         self._settle_buckets()
         if snapshot is not None:
             self._load_snapshot(snapshot)
@@ -91,23 +100,24 @@ class Trainer:
         self.optimizer.zero_grad()
         output = self.model(source)  # load your inputs
         loss = F.cross_entropy(output, targets, reduction="sum")  # load your loss
-        # DDP averages over the ranks: this makes it the mean over the global batch of `count`,
-        # also where the ranks have unequal shares of it.
+        # Here gradients travel: while backward() computes them, DDP all-reduces them. It takes the
+        # mean over the ranks, so this scale makes it the mean over the global batch of `count`
+        # samples, also where the ranks have unequal shares of it.
         (loss * self.world_size / count).backward()
         self.optimizer.step()
         return loss.detach()
 
     def _run_epoch(self, epoch: int) -> None:
-        b_sz, log_interval = self.args.batch_size, self.args.log_interval
-        name = self.device.type.upper().replace("CUDA", "GPU")
         self.train_data.sampler.set_epoch(epoch, self.samples_seen)
         self.train_data.generator.manual_seed(torch.initial_seed() + epoch)  # for its workers
+        name = self.device.type.upper().replace("CUDA", "GPU")
+        b_sz = self.args.batch_size
         line = f"Epoch {epoch} | Batchsize: {b_sz} | Steps: {len(self.train_data)}"
         log(f"[{name}{self.rank}] {line}", every_rank=True)
-        sizes = self.train_data.sampler.sizes()  # of the global batches
+        sizes = self.train_data.sampler.sizes()  # of the global batches, step by step
         self.model.train()
-        quiet = self.args.no_progress or self.rank > 0
-        progress = tqdm(self.train_data, leave=False, disable=quiet or None)
+        hidden = self.args.no_progress or not sys.stderr.isatty() or self.rank > 0
+        progress = tqdm(self.train_data, leave=False, disable=hidden)
         for step, (source, targets) in enumerate(progress, start=1):
             source = source.to(self.device, non_blocking=self.pinned)  # load your inputs
             targets = targets.to(self.device, non_blocking=self.pinned)  # load your inputs
@@ -115,7 +125,7 @@ class Trainer:
             loss = self._run_batch(source, targets, count)
             self.loss_sum += loss
             self.samples_seen += count
-            if log_interval and step % log_interval == 0:
+            if self.args.log_interval and step % self.args.log_interval == 0:
                 dist.all_reduce(loss)
                 log(f"Epoch {epoch} | Step {step} | Loss: {loss.item() / count:.6f}")
             self.stopped = self._stop_agreed(step)
@@ -140,14 +150,16 @@ class Trainer:
         return loss_sum, correct
 
     def train(self, total_epochs: int) -> None:
-        path, save_every = self.args.snapshot_path, self.args.save_every
-        samples, total = len(self.train_data.dataset), len(self.test_data.dataset)
+        path = self.args.snapshot_path
+        train_size = len(self.train_data.dataset)
+        test_size = len(self.test_data.dataset)
         for epoch in range(self.epoch, total_epochs):
-            seen, start = self.samples_seen, time.perf_counter()
+            seen_before = self.samples_seen
+            start = time.perf_counter()
             self._run_epoch(epoch)
             if self.device.type != "cpu":
                 torch.accelerator.synchronize()  # the clock must not stop before the device
-            rate = (self.samples_seen - seen) / (time.perf_counter() - start)
+            rate = (self.samples_seen - seen_before) / (time.perf_counter() - start)
             if self.stopped:
                 self._save_snapshot()
                 log(f"Epoch {epoch} | Stopped at sample {self.samples_seen}, saved at {path}")
@@ -155,24 +167,26 @@ class Trainer:
             sums = torch.stack((self.loss_sum, *self._evaluate()))
             dist.all_reduce(sums)
             train_loss, test_loss, correct = sums.tolist()
-            train_loss, test_loss = train_loss / samples, test_loss / total
+            train_loss /= train_size
+            test_loss /= test_size
             losses = f"Train loss: {train_loss:.4f} | Test loss: {test_loss:.4f}"
-            accuracy = f"Accuracy: {correct:.0f}/{total} ({correct / total:.2%})"
+            accuracy = f"Accuracy: {correct:.0f}/{test_size} ({correct / test_size:.2%})"
             log(f"Epoch {epoch} | {losses} | {accuracy} | {rate:.0f} samples/s")
             if self.writer:
                 self.writer.add_scalar("loss/train", train_loss, epoch)
                 self.writer.add_scalar("loss/test", test_loss, epoch)
-                self.writer.add_scalar("accuracy", correct / total, epoch)
+                self.writer.add_scalar("accuracy", correct / test_size, epoch)
                 self.writer.add_scalar("samples_per_second", rate, epoch)
                 self.writer.flush()
             self.schedule.step()  # load your schedule, if it steps otherwise
-            self.epoch, self.samples_seen = epoch + 1, 0
+            self.epoch = epoch + 1
+            self.samples_seen = 0
             self.loss_sum.zero_()
-            if self.epoch % save_every == 0 or self.epoch == total_epochs:
+            if self.epoch % self.args.save_every == 0 or self.epoch == total_epochs:
                 self._save_snapshot()
                 log(f"Epoch {epoch} | Training checkpoint saved at {path}")
 
-    # Snapshots and stopping
+    # --- snapshots and stopping ---
 
     def _save_snapshot(self) -> None:
         rng_states = [None] * self.world_size
@@ -194,8 +208,9 @@ class Trainer:
             "rng_states": rng_states,
             "settings": vars(self.args),
         }
-        # Whole or not at all: whatever happens here, the snapshot before is still there.
-        path, temporary = Path(self.args.snapshot_path), Path(f"{self.args.snapshot_path}.tmp")
+        # First to another file: whatever happens here, the snapshot before stays whole.
+        path = Path(self.args.snapshot_path)
+        temporary = Path(f"{path}.tmp")
         try:
             with temporary.open("wb") as file:
                 torch.save(snapshot, file)
@@ -209,24 +224,22 @@ class Trainer:
 
     def _load_snapshot(self, snapshot: dict) -> None:
         if self.rank > 0:
-            dist.barrier()  # rank 0 says, once, what does not fit
+            dist.barrier()  # until rank 0 has loaded it, or has said, once, why it does not fit
         try:
-            # Where the command line overrules the snapshot, the new optimizer's own values hold.
-            now, then = vars(self.args), snapshot["settings"]
-            changed = [name for name in KEPT if now[name] != then.get(name, now[name])]
-            if "lr" in changed:  # and those of the new schedule, as if it had come this far
-                changed += ["initial_lr", "max_lr", "min_lr"]
+            # Another --lr or --momentum than the snapshot's: as if the run had begun with it.
+            then = snapshot["settings"]
+            own = [name for name in self.optimizer.defaults if name in self.args.kept]
+            if any(getattr(self.args, name) != then.get(name) for name in own):
                 with warnings.catch_warnings(action="ignore"):  # no optimizer.step() between them
                     for _ in range(snapshot["epoch"]):
                         self.schedule.step()
+                snapshot["optimizer"]["param_groups"] = self.optimizer.state_dict()["param_groups"]
                 snapshot["schedule"] = self.schedule.state_dict()
-            old, new = snapshot["optimizer"]["param_groups"], self.optimizer.param_groups
-            for kept, made in zip(old, new, strict=False):
-                kept.update({name: made[name] for name in changed if name in made})
             self.model.module.load_state_dict(snapshot["model"])
             self.optimizer.load_state_dict(snapshot["optimizer"])
             self.schedule.load_state_dict(snapshot["schedule"])
-            self.epoch, self.samples_seen = snapshot["epoch"], snapshot["samples_seen"]
+            self.epoch = snapshot["epoch"]
+            self.samples_seen = snapshot["samples_seen"]
             self.loss_sum.fill_(snapshot["loss_sum"] if self.rank == 0 else 0)
             if self.rank < len(snapshot["rng_states"]):  # there may be more processes than then
                 set_rng_state(snapshot["rng_states"][self.rank], self.device)
@@ -238,30 +251,32 @@ class Trainer:
 
     def _settle_buckets(self) -> None:
         # DDP rearranges its buckets of gradients after the first backward pass, and with them the
-        # order of summation. Do that first, or a resumed run would round differently. Any output
-        # will do that all parameters have a part in, so the model itself is not asked for one.
+        # order of summation. Get that over with, or a resumed run would round differently. It needs
+        # some output that all parameters have a part in: here their sum, in place of the model's.
         model = self.model.module
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         model.forward = sum
         self.model([parameter.sum() for parameter in trained]).backward()
-        del model.forward  # its class has the real one
+        del model.forward  # this instance's: the class's own is in force again
 
     def _stop_agreed(self, step: int) -> int:
-        # Every rank must leave the loop after the same step, or the others wait in an all-reduce
-        # for the one that left. Asking costs a round trip: where a step takes less than a second,
-        # do it at every tenth.
+        # All ranks must leave the loop after the same step: one that left alone would be waited for
+        # in an all-reduce. So they share what each has heard, and the largest number counts. That
+        # costs a round trip: where a step takes less than a second, it is done at every tenth.
         if step % self.ask_every > 0 and step < len(self.train_data):
             return 0
-        signum = self.stop.item() if mp.parent_process().is_alive() else signal.SIGTERM
+        orphaned = not mp.parent_process().is_alive()
+        heard = signal.SIGTERM if orphaned else self.stop.item()
         slow = time.perf_counter() - self.asked > self.ask_every
-        answer = torch.tensor([signum, slow], device=self.device)
+        answer = torch.tensor([heard, slow], device=self.device)
         dist.all_reduce(answer, op=dist.ReduceOp.MAX)
-        signum, slow = answer.tolist()
-        self.ask_every, self.asked = 1 if slow else 10, time.perf_counter()
-        return signum
+        heard, slow = answer.tolist()
+        self.ask_every = 1 if slow else 10
+        self.asked = time.perf_counter()
+        return heard
 
 
-# Setting up
+# --- setting up ---
 
 
 def ddp_setup(rank: int, world_size: int, store: str, args: argparse.Namespace) -> torch.device:
@@ -295,7 +310,11 @@ def ddp_setup(rank: int, world_size: int, store: str, args: argparse.Namespace) 
 def load_train_objs(args: argparse.Namespace, train_set: Dataset, device: torch.device) -> tuple:
     set_seed(args.seed)  # the same weights on every rank
     model = build_model(args.model, train_set[0][0].shape).to(device)  # load your model
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
+    optimizer = torch.optim.SGD(
+        model.parameters(),
+        lr=args.lr,
+        momentum=args.momentum,
+    )
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1)  # load your schedule
     return model, optimizer, schedule
 
@@ -327,19 +346,24 @@ def main(
     args: argparse.Namespace,
 ) -> None:
     device = ddp_setup(rank, world_size, store, args)
+    # Rank 0 alone reads the snapshot, and sends it.
     box = [None]
     if args.resume and rank == 0:
         box = [torch.load(args.snapshot_path, map_location="cpu", weights_only=True)]
     dist.broadcast_object_list(box)
+    snapshot = box[0]
     model, optimizer, schedule = load_train_objs(args, train_set, device)
     set_seed(args.seed, rank)  # from here on each rank draws its own
-    train_sampler = ShardedBatchSampler(train_set, args.batch_size, world_size, rank, args.seed)
+    train_sampler = ShardedBatchSampler(
+        train_set, args.batch_size, num_replicas=world_size, rank=rank, seed=args.seed
+    )
     shard = range(rank, len(test_set), world_size)  # no padding: every sample counts once
     test_sampler = BatchSampler(shard, args.test_batch_size, drop_last=False)
     train_data = prepare_dataloader(train_set, train_sampler, device, args.num_workers)
     test_data = prepare_dataloader(test_set, test_sampler, device, args.num_workers)
-    objs = (model, train_data, test_data, optimizer, schedule)
-    trainer = Trainer(*objs, device, box[0], stop, args)
+    trainer = Trainer(
+        model, train_data, test_data, optimizer, schedule, device, snapshot, stop, args
+    )
     catch_stop_signals(stop)
     trainer.train(args.total_epochs)
     dist.destroy_process_group()
@@ -347,54 +371,64 @@ def main(
     leave(128 + trainer.stopped if trainer.stopped else 0)
 
 
-# Plumbing
+# --- plumbing ---
 
 
 def spawn(args: argparse.Namespace, stop: torch.Tensor) -> None:
-    catch_stop_signals(stop)  # shared memory: what one process hears, all hear
-    if open_snapshot(args) is None:  # rank 0 opens it again: shared memory may be too small
+    catch_stop_signals(stop)
+    if open_snapshot(args) is None:  # rank 0 opens it again: shared memory may be too small for it
         args.resume = False
     line = "total_epochs: {total_epochs}, save_every: {save_every}, batch_size: {batch_size}"
     log(line.format(**vars(args)))
     train_set, test_set = load_dataset(args.dataset, args.data_dir)  # load your dataset
     model = build_model(args.model, train_set[0][0].shape)  # load your model: errors come once
-    sampler = ShardedBatchSampler(train_set, args.batch_size, args.nproc_per_node, 0, args.seed)
+    sampler = ShardedBatchSampler(
+        train_set, args.batch_size, num_replicas=args.nproc_per_node, rank=0, seed=args.seed
+    )
     check_batch_norm(model, sampler.sizes()[0] // args.nproc_per_node, train_set)
     if stop.item():
         sys.exit(128 + stop.item())
-    processes = []
     with tempfile.TemporaryDirectory() as folder:
-        # The ranks meet in a file: no port to choose, and nothing that listens.
-        objs = (args.nproc_per_node, os.path.join(folder, "store"), train_set, test_set, stop, args)
+        store = os.path.join(folder, "store")  # no port to choose, and nothing that listens
+        objs = (args.nproc_per_node, store, train_set, test_set, stop, args)
         try:
-            # Children inherit this and stay deaf to Ctrl-C until they can answer it properly.
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            context = mp.spawn(main, objs, args.nproc_per_node, join=False)
-            processes = context.processes
-            catch_stop_signals(stop)
-            seconds = 0  # since a stop was asked for
-            while not context.join(timeout=1, grace_period=5):
-                seconds += stop.item() > 0
-                if seconds > PATIENCE:
-                    log("error: not all ranks stopped: --resume goes on from the last snapshot")
-                    sys.exit(128 + stop.item())
+            start_and_wait(objs, args, stop)
         except RuntimeError as error:  # the data sets' tensors go to shared memory
             if "shared memory" not in str(error):
                 raise
             sys.exit(f"error: {error}: give it more, for example with docker run --shm-size=1g")
-        except mp.ProcessExitedException as error:
-            if error.exit_code > 0:  # its last words are on the screen
-                sys.exit(error.exit_code)
-            sys.exit(f"error: {error}: --resume goes on from the last snapshot")
-        finally:
-            for process in processes:
-                process.kill()
+
+
+def start_and_wait(objs: tuple, args: argparse.Namespace, stop: torch.Tensor) -> None:
+    processes = []
+    try:
+        # The ranks inherit this: Ctrl-C does nothing to them until they have handlers of their own.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        context = mp.spawn(main, objs, args.nproc_per_node, join=False)
+        processes = context.processes
+        catch_stop_signals(stop)
+        seconds = 0  # since a stop was asked for
+        while not context.join(timeout=1, grace_period=5):
+            if stop.item():
+                seconds += 1
+            if seconds > PATIENCE:
+                log("error: not all ranks stopped: --resume goes on from the last snapshot")
+                sys.exit(128 + stop.item())
+    except mp.ProcessExitedException as error:
+        if error.exit_code > 0:  # that rank has said why
+            sys.exit(error.exit_code)
+        sys.exit(f"error: {error}: --resume goes on from the last snapshot")
+    finally:
+        for process in processes:
+            process.kill()
 
 
 PATIENCE = 25  # seconds that ranks have to save after a request to stop; torchrun gives 30
 
 
 def catch_stop_signals(stop: torch.Tensor) -> None:
+    # The handler only leaves the signal's number: the step in progress is finished first. `stop` is
+    # a tensor, not an int, because mp.spawn can share its memory between processes.
     def on_signal(signum: int, frame: object) -> None:
         stop.fill_(signum)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C
@@ -404,16 +438,16 @@ def catch_stop_signals(stop: torch.Tensor) -> None:
 
 
 def leave(status: int) -> None:
-    # Not by sys.exit: with torch 2.9 gloo's threads abort or block one process in some hundreds
-    # while Python ends. First what Python does then: wait for threads, and run what has been
-    # registered, as by experiment trackers.
+    # Not sys.exit: with torch 2.9, gloo's threads abort or block about one process in 300 while the
+    # interpreter shuts down. What it would do is done here: wait for threads, and run what has been
+    # registered with atexit, as experiment trackers do.
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()
     os._exit(status)
 
 
-tqdm.set_lock(threading.RLock())  # its own is a semaphore that a killed process leaves behind
+tqdm.set_lock(threading.RLock())  # its default, a semaphore, outlives a killed process
 
 
 def log(line: str, every_rank: bool = False) -> None:
@@ -425,7 +459,8 @@ def log(line: str, every_rank: bool = False) -> None:
 
 @contextlib.contextmanager
 def waiting_for(whom: str) -> Iterator[None]:
-    # A download or a slow disk must not look like a hang. What bounds it is --timeout.
+    # After ten seconds it says so: a download or a slow disk must not look like a hang. The wait
+    # itself is bounded by --timeout.
     line = f"[rank {dist.get_rank()}] still waiting for {whom}"
     timer = threading.Timer(10, log, (line, True))
     timer.start()
@@ -433,11 +468,6 @@ def waiting_for(whom: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-# What a resumed run keeps of the one before: what it computes, not where and how fast.
-KEPT = ("total_epochs", "save_every", "batch_size", "test_batch_size", "lr", "momentum")
-KEPT += ("dataset", "data_dir", "model", "seed")
 
 
 def open_snapshot(args: argparse.Namespace) -> dict | None:
@@ -450,7 +480,7 @@ def open_snapshot(args: argparse.Namespace) -> dict | None:
     try:
         snapshot = torch.load(path, map_location="cpu", weights_only=True)
         # A resumed run goes on as it was started, but for what its own command line says.
-        for name in KEPT:
+        for name in args.kept:
             now = getattr(args, name)
             then = snapshot["settings"].get(name, now)  # not every script has every option
             if name not in args.given:
@@ -465,42 +495,61 @@ def open_snapshot(args: argparse.Namespace) -> dict | None:
 
 
 def cannot_resume(args: argparse.Namespace, error: Exception) -> NoReturn:
-    path, reason = args.snapshot_path, f"{type(error).__name__}: {error}".splitlines()[0]
+    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    path = args.snapshot_path
     sys.exit(f"error: cannot resume from {path} ({reason}): name another --snapshot-path")
 
 
 def device_names() -> list[str]:
     found = torch.accelerator.current_accelerator(check_available=True)
-    return [found.type, "cpu"] if found and found.type != "mps" else ["cpu"]
+    if found is None or found.type == "mps":  # no backend serves MPS
+        return ["cpu"]
+    return [found.type, "cpu"]
+
+
+def at_least(low: float) -> Callable[[str], float]:
+    # For add_argument(type=...): argparse puts the option's name before what is wrong with it.
+    def number(text: str) -> float:
+        value = type(low)(text)  # int or float
+        if not low <= value < 2**32:
+            raise argparse.ArgumentTypeError(f"{text} is out of range, which begins at {low}")
+        return value
+
+    return number
 
 
 def parse_args() -> argparse.Namespace:
-    usage = "%(prog)s [total_epochs] [save_every] [options]"
-    parser = argparse.ArgumentParser(usage=usage, description=__doc__.split("\n")[0])
-    add, devices = parser.add_argument, device_names()
-    add("total_epochs", nargs="?", type=int, default=5, help="total epochs to train the model")
-    add("save_every", nargs="?", type=int, default=1, help="how often to save a snapshot")
-    add("--batch-size", "--batch_size", type=int, default=32, help="samples a device and step")
-    add("--test-batch-size", type=int, default=1000, help="the same in evaluation")
-    add("--lr", type=float, default=0.01, help="learning rate of SGD")
-    add("--momentum", type=float, default=0.9, help="momentum of SGD")
+    devices = device_names()
+    job = argparse.ArgumentParser(add_help=False)  # what --resume takes from the snapshot
+    add = job.add_argument
+    add("total_epochs", nargs="?", type=at_least(1), default=5, help="how many epochs to train")
+    add("save_every", nargs="?", type=at_least(1), default=1, help="how often to save a snapshot")
+    add("--batch-size", "--batch_size", type=at_least(1), default=32, help="per device and step")
+    add("--test-batch-size", type=at_least(1), default=1000, help="the same in evaluation")
+    add("--lr", type=at_least(0.0), default=0.01, help="learning rate of SGD")
+    add("--momentum", type=at_least(0.0), default=0.9, help="momentum of SGD")
     add("--dataset", choices=DATASETS, default="digits", help="digits needs no download")
     add("--data-dir", default="data", help="where torchvision keeps or downloads the others")
     add("--model", choices=MODELS, help="default: what suits the data set")
-    add("--seed", type=int, default=42)
+    add("--seed", type=at_least(0), default=42)
+    usage = "%(prog)s [total_epochs] [save_every] [options]"
+    title = __doc__.split("\n")[0]
+    parser = argparse.ArgumentParser(parents=[job], usage=usage, description=title)
+    add = parser.add_argument
     add("--deterministic", action="store_true", help="deterministic kernels on an accelerator")
     add("--device", choices=["auto", *devices], default="auto")
     add("--snapshot-path", default="checkpoint.pt")
     add("--resume", action="store_true", help="go on from the snapshot where there is one")
-    add("--log-interval", type=int, default=0, help="steps between loss lines (0: none)")
+    add("--log-interval", type=at_least(0), default=0, help="steps between loss lines (0: none)")
     add("--log-dir", help="folder for TensorBoard's event files")
     add("--no-progress", action="store_true", help="no progress bar")
-    add("--num-workers", type=int, default=0, help="processes that load data; 4 for files, say")
-    add("--nproc-per-node", type=int, help="processes; default: one a device, 2 on a CPU")
+    add("--num-workers", type=at_least(0), default=0, help="loader processes; 4 for files, say")
+    add("--nproc-per-node", type=at_least(1), help="processes; default: one per device, 2 on a CPU")
     add("--backend", default="auto", help="nccl, gloo ...; auto: what suits the device")
-    add("--timeout", type=int, default=600, help="seconds that a collective may take")
+    add("--timeout", type=at_least(1), default=600, help="seconds that a collective may take")
     args = parser.parse_args()
-    parser.set_defaults(**dict.fromkeys(vars(args)))  # what is not None without them was given
+    args.kept = [*vars(job.parse_args([]))]
+    parser.set_defaults(**dict.fromkeys(vars(args)))  # all None: what is not None was given
     args.given = [name for name, value in vars(parser.parse_args()).items() if value is not None]
     args.model = args.model or DEFAULT_MODEL[args.dataset]
     args.device = devices[0] if args.device == "auto" else args.device
@@ -519,11 +568,6 @@ def parse_args() -> argparse.Namespace:
             f"{args.nproc_per_node} processes are more than {count} devices: use "
             f"--nproc-per-node {count}, --device cpu, or --backend gloo, where they may share one"
         )
-    from_0 = ("lr", "momentum", "seed", "log_interval", "num_workers")
-    for name, value in vars(args).items():
-        low = 0 if name in from_0 else 1
-        if type(value) in (int, float) and not low <= value < 2**32:
-            parser.error(f"{name} is {value}: it must be {low} or more, and below 2**32")
     path = Path(args.snapshot_path)
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         parser.error(f"--snapshot-path {path}: name a file in a folder that you may write to")
@@ -533,7 +577,8 @@ def parse_args() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    args, start = parse_args(), time.perf_counter()
+    args = parse_args()
+    start = time.perf_counter()
     try:
         spawn(args, stop=torch.zeros((), dtype=torch.int32))
     except (DataError, OSError) as error:

@@ -1,19 +1,20 @@
-"""Train on all devices of this host: torchrun starts a process for each, and restarts them.
+"""Train under torchrun, on one node or on several: it starts the processes, and restarts them.
 
-    torchrun --nproc_per_node=4 ddp_torchrun.py               four processes
-    torchrun --nproc_per_node=gpu ddp_torchrun.py 50 10       one a GPU
+    torchrun --nproc_per_node=gpu ddp_torchrun.py 50 10       one process per GPU of this node
     torchrun --nproc_per_node=4 --max-restarts=3 ddp_torchrun.py 50
-    python ddp_torchrun.py --resume                           one process, no torchrun
+    python ddp_torchrun.py --resume                           one process, without torchrun
     torchrun --nproc_per_node=4 ddp_torchrun.py --batch-size 8 --accumulate 4 --amp bf16 --compile
-    python ddp_torchrun.py --help                             all options
+    torchrun --nnodes=2 --node_rank=0 --nproc_per_node=4 --master_addr=10.0.0.1 ddp_torchrun.py
+    torchrun --nnodes=1:4 --nproc_per_node=4 --max-restarts=3 --rdzv_id=7 --rdzv_backend=c10d
+        --rdzv_endpoint=10.0.0.1:29400 ddp_torchrun.py        one to four nodes; they come and go
 
-`python -m torch.distributed.run` is torchrun by another name, and `-m torch.distributed.launch` an
-older one. The processes learn their ranks from the environment. The global batch is --batch-size
-times the processes times --accumulate. With --max-restarts, a crash or a kill of any process
-restarts all, and they go on from the last snapshot of this run; export
-TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or restarts may fail to meet. Ctrl-C and SIGTERM stop all
-after the same step and save a snapshot; --resume then ends with the same weights as a run that was
-never stopped. To make it yours, edit what is marked "load your".
+The last two are started on every node; on the second one it is --node_rank=1. slurm/ has a batch
+script. The global batch is --batch-size times the processes times --accumulate. With
+--max-restarts, a crash of any process restarts all, from this run's last snapshot; export
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or restarts may fail. Ctrl-C and SIGTERM stop all after the
+same step and save a snapshot. --resume then ends with the same weights as a run that was never
+stopped (on accelerators with --deterministic). To make this file yours, edit what is marked "load
+your".
 """
 
 import argparse
@@ -28,9 +29,8 @@ import socket
 import sys
 import threading
 import time
-import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -69,23 +69,31 @@ class Trainer:
         stop: torch.Tensor,
         args: argparse.Namespace,
     ) -> None:
-        self.device, self.stop, self.args = device, stop, args
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.device = device
+        self.args = args
+        self.stop = stop  # the number of the signal that asks for a stop, or 0
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
         if args.sync_bn:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        ids = None if device.type == "cpu" else [device.index]
-        # Gradients that are views of DDP's buckets save a copy.
-        self.model = DDP(model, device_ids=ids, gradient_as_bucket_view=True)
+        self.model = DDP(
+            model,
+            device_ids=None if device.type == "cpu" else [device.index],
+            gradient_as_bucket_view=True,  # saves a copy of the gradients
+        )
         self.autocast = torch.autocast(device.type, AMP[args.amp], enabled=args.amp != "off")
         self.scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
-        self.train_data, self.test_data = train_data, test_data
+        self.train_data = train_data
+        self.test_data = test_data
         self.pinned = train_data.pin_memory  # a copy from other memory must be waited for
-        self.optimizer, self.schedule = optimizer, schedule
+        self.optimizer = optimizer
+        self.schedule = schedule
         self.epoch = 0  # the epoch in progress
-        self.samples_seen = 0  # those of its samples that the job has trained on
-        self.loss_sum = torch.zeros((), device=device)  # over these samples
-        self.stopped = 0  # by the signal of this number
-        self.ask_every, self.asked = 1, time.perf_counter()  # see _stop_agreed
+        self.samples_seen = 0  # in this epoch, by all ranks
+        self.loss_sum = torch.zeros((), device=device)  # over this rank's share of them
+        self.stopped = 0  # the number of the signal that has ended training, or 0
+        self.ask_every = 1  # steps between two agreements on whether to stop
+        self.asked = time.perf_counter()  # when the last one was
         self._settle_buckets()
         if args.compile:
             model.compile()  # in place: the names of the weights stay as they are
@@ -100,18 +108,20 @@ class Trainer:
     def _run_batch(self, source: torch.Tensor, targets: torch.Tensor, count: int) -> torch.Tensor:
         self.optimizer.zero_grad()
         loss_sum = torch.zeros((), device=self.device)
-        parts = self.args.accumulate  # on every rank as many, also where shares are uneven
+        parts = self.args.accumulate  # micro-batches: as many on every rank, however uneven
         sources = source.tensor_split(parts)  # load your inputs
         micro_batches = zip(sources, targets.tensor_split(parts), strict=True)
-        for number, (source, targets) in enumerate(micro_batches, start=1):
-            # Gradients add up locally; the last backward pass all-reduces the sum.
+        for number, (micro_source, micro_targets) in enumerate(micro_batches, start=1):
+            # Under no_sync() gradients add up on their rank; the last backward() sends the sum.
             last = number == parts
-            with contextlib.nullcontext() if last else self.model.no_sync():
+            sync = contextlib.nullcontext() if last else self.model.no_sync()
+            with sync:
                 with self.autocast:
-                    output = self.model(source)  # load your inputs
-                    loss = F.cross_entropy(output, targets, reduction="sum")  # load your loss
-                # DDP averages over the ranks: this makes it the mean over the global batch of
-                # `count`, also where the ranks have unequal shares of it.
+                    output = self.model(micro_source)  # load your inputs
+                    loss = F.cross_entropy(output, micro_targets, reduction="sum")  # load your loss
+                # Here gradients travel: while the last backward() computes them, DDP all-reduces
+                # them. It takes the mean over the ranks, so this scale makes it the mean over the
+                # global batch of `count` samples, also where the ranks have unequal shares of it.
                 self.scaler.scale(loss * self.world_size / count).backward()
             loss_sum += loss.detach()
         self.scaler.step(self.optimizer)
@@ -119,16 +129,16 @@ class Trainer:
         return loss_sum
 
     def _run_epoch(self, epoch: int) -> None:
-        b_sz, log_interval = self.args.batch_size, self.args.log_interval
-        name = self.device.type.upper().replace("CUDA", "GPU")
         self.train_data.sampler.set_epoch(epoch, self.samples_seen)
         self.train_data.generator.manual_seed(torch.initial_seed() + epoch)  # for its workers
+        name = self.device.type.upper().replace("CUDA", "GPU")
+        b_sz = self.args.batch_size
         line = f"Epoch {epoch} | Batchsize: {b_sz} | Steps: {len(self.train_data)}"
         log(f"[{name}{self.rank}] {line}", every_rank=True)
-        sizes = self.train_data.sampler.sizes()  # of the global batches
+        sizes = self.train_data.sampler.sizes()  # of the global batches, step by step
         self.model.train()
-        quiet = self.args.no_progress or self.rank > 0
-        progress = tqdm(self.train_data, leave=False, disable=quiet or None)
+        hidden = self.args.no_progress or not sys.stderr.isatty() or self.rank > 0
+        progress = tqdm(self.train_data, leave=False, disable=hidden)
         for step, (source, targets) in enumerate(progress, start=1):
             source = source.to(self.device, non_blocking=self.pinned)  # load your inputs
             targets = targets.to(self.device, non_blocking=self.pinned)  # load your inputs
@@ -136,7 +146,7 @@ class Trainer:
             loss = self._run_batch(source, targets, count)
             self.loss_sum += loss
             self.samples_seen += count
-            if log_interval and step % log_interval == 0:
+            if self.args.log_interval and step % self.args.log_interval == 0:
                 dist.all_reduce(loss)
                 log(f"Epoch {epoch} | Step {step} | Loss: {loss.item() / count:.6f}")
             self.stopped = self._stop_agreed(step)
@@ -162,14 +172,16 @@ class Trainer:
         return loss_sum, correct
 
     def train(self, total_epochs: int) -> None:
-        path, save_every = self.args.snapshot_path, self.args.save_every
-        samples, total = len(self.train_data.dataset), len(self.test_data.dataset)
+        path = self.args.snapshot_path
+        train_size = len(self.train_data.dataset)
+        test_size = len(self.test_data.dataset)
         for epoch in range(self.epoch, total_epochs):
-            seen, start = self.samples_seen, time.perf_counter()
+            seen_before = self.samples_seen
+            start = time.perf_counter()
             self._run_epoch(epoch)
             if self.device.type != "cpu":
                 torch.accelerator.synchronize()  # the clock must not stop before the device
-            rate = (self.samples_seen - seen) / (time.perf_counter() - start)
+            rate = (self.samples_seen - seen_before) / (time.perf_counter() - start)
             if self.stopped:
                 self._save_snapshot()
                 log(f"Epoch {epoch} | Stopped at sample {self.samples_seen}, saved at {path}")
@@ -177,24 +189,26 @@ class Trainer:
             sums = torch.stack((self.loss_sum, *self._evaluate()))
             dist.all_reduce(sums)
             train_loss, test_loss, correct = sums.tolist()
-            train_loss, test_loss = train_loss / samples, test_loss / total
+            train_loss /= train_size
+            test_loss /= test_size
             losses = f"Train loss: {train_loss:.4f} | Test loss: {test_loss:.4f}"
-            accuracy = f"Accuracy: {correct:.0f}/{total} ({correct / total:.2%})"
+            accuracy = f"Accuracy: {correct:.0f}/{test_size} ({correct / test_size:.2%})"
             log(f"Epoch {epoch} | {losses} | {accuracy} | {rate:.0f} samples/s")
             if self.writer:
                 self.writer.add_scalar("loss/train", train_loss, epoch)
                 self.writer.add_scalar("loss/test", test_loss, epoch)
-                self.writer.add_scalar("accuracy", correct / total, epoch)
+                self.writer.add_scalar("accuracy", correct / test_size, epoch)
                 self.writer.add_scalar("samples_per_second", rate, epoch)
                 self.writer.flush()
             self.schedule.step()  # load your schedule, if it steps otherwise
-            self.epoch, self.samples_seen = epoch + 1, 0
+            self.epoch = epoch + 1
+            self.samples_seen = 0
             self.loss_sum.zero_()
-            if self.epoch % save_every == 0 or self.epoch == total_epochs:
+            if self.epoch % self.args.save_every == 0 or self.epoch == total_epochs:
                 self._save_snapshot()
                 log(f"Epoch {epoch} | Training checkpoint saved at {path}")
 
-    # Snapshots and stopping
+    # --- snapshots and stopping ---
 
     def _save_snapshot(self) -> None:
         rng_states = [None] * self.world_size
@@ -216,8 +230,9 @@ class Trainer:
             "rng_states": rng_states,
             "settings": vars(self.args),
         }
-        # Whole or not at all: whatever happens here, the snapshot before is still there.
-        path, temporary = Path(self.args.snapshot_path), Path(f"{self.args.snapshot_path}.tmp")
+        # First to another file: whatever happens here, the snapshot before stays whole.
+        path = Path(self.args.snapshot_path)
+        temporary = Path(f"{path}.tmp")
         try:
             with temporary.open("wb") as file:
                 torch.save(snapshot, file)
@@ -231,26 +246,24 @@ class Trainer:
 
     def _load_snapshot(self, snapshot: dict) -> None:
         if self.rank > 0:
-            dist.barrier()  # rank 0 says, once, what does not fit
+            dist.barrier()  # until rank 0 has loaded it, or has said, once, why it does not fit
         try:
-            # Where the command line overrules the snapshot, the new optimizer's own values hold.
-            now, then = vars(self.args), snapshot["settings"]
-            changed = [name for name in KEPT if now[name] != then.get(name, now[name])]
-            if "lr" in changed:  # and those of the new schedule, as if it had come this far
-                changed += ["initial_lr", "max_lr", "min_lr"]
+            # Another --lr or --momentum than the snapshot's: as if the run had begun with it.
+            then = snapshot["settings"]
+            own = [name for name in self.optimizer.defaults if name in self.args.kept]
+            if any(getattr(self.args, name) != then.get(name) for name in own):
                 with warnings.catch_warnings(action="ignore"):  # no optimizer.step() between them
                     for _ in range(snapshot["epoch"]):
                         self.schedule.step()
+                snapshot["optimizer"]["param_groups"] = self.optimizer.state_dict()["param_groups"]
                 snapshot["schedule"] = self.schedule.state_dict()
-            old, new = snapshot["optimizer"]["param_groups"], self.optimizer.param_groups
-            for kept, made in zip(old, new, strict=False):
-                kept.update({name: made[name] for name in changed if name in made})
             self.model.module.load_state_dict(snapshot["model"])
             self.optimizer.load_state_dict(snapshot["optimizer"])
             self.schedule.load_state_dict(snapshot["schedule"])
             if snapshot["scaler"]:  # the run before had one, too
                 self.scaler.load_state_dict(snapshot["scaler"])
-            self.epoch, self.samples_seen = snapshot["epoch"], snapshot["samples_seen"]
+            self.epoch = snapshot["epoch"]
+            self.samples_seen = snapshot["samples_seen"]
             self.loss_sum.fill_(snapshot["loss_sum"] if self.rank == 0 else 0)
             if self.rank < len(snapshot["rng_states"]):  # there may be more processes than then
                 set_rng_state(snapshot["rng_states"][self.rank], self.device)
@@ -262,31 +275,32 @@ class Trainer:
 
     def _settle_buckets(self) -> None:
         # DDP rearranges its buckets of gradients after the first backward pass, and with them the
-        # order of summation. Do that first, or a resumed run would round differently. Any output
-        # will do that all parameters have a part in, so the model itself is not asked for one.
+        # order of summation. Get that over with, or a resumed run would round differently. It needs
+        # some output that all parameters have a part in: here their sum, in place of the model's.
         model = self.model.module
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         model.forward = sum
         self.model([parameter.sum() for parameter in trained]).backward()
-        del model.forward  # its class has the real one
+        del model.forward  # this instance's: the class's own is in force again
 
     def _stop_agreed(self, step: int) -> int:
-        # Every rank must leave the loop after the same step, or the others wait in an all-reduce
-        # for the one that left. Asking costs a round trip: where a step takes less than a second,
-        # do it at every tenth.
+        # All ranks must leave the loop after the same step: one that left alone would be waited for
+        # in an all-reduce. So they share what each has heard, and the largest number counts. That
+        # costs a round trip: where a step takes less than a second, it is done at every tenth.
         if step % self.ask_every > 0 and step < len(self.train_data):
             return 0
         orphaned = dist.is_torchelastic_launched() and os.getppid() != LAUNCHER
-        signum = signal.SIGTERM if orphaned else self.stop.item()
+        heard = signal.SIGTERM if orphaned else self.stop.item()
         slow = time.perf_counter() - self.asked > self.ask_every
-        answer = torch.tensor([signum, slow], device=self.device)
+        answer = torch.tensor([heard, slow], device=self.device)
         dist.all_reduce(answer, op=dist.ReduceOp.MAX)
-        signum, slow = answer.tolist()
-        self.ask_every, self.asked = 1 if slow else 10, time.perf_counter()
-        return signum
+        heard, slow = answer.tolist()
+        self.ask_every = 1 if slow else 10
+        self.asked = time.perf_counter()
+        return heard
 
 
-# Setting up
+# --- setting up ---
 
 
 def ddp_setup(args: argparse.Namespace) -> torch.device:
@@ -300,7 +314,10 @@ def ddp_setup(args: argparse.Namespace) -> torch.device:
         device = device_id = torch.device(args.device, index)
         torch.accelerator.set_device_index(device.index)
     loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
-    if loopback and args.world_size == args.local_world_size:  # these need no network
+    if args.world_size > args.local_world_size:
+        if complaint := loopback_name(args):
+            sys.exit(f"error: {complaint}")
+    elif loopback:  # one node needs no network
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     dist.init_process_group(
@@ -317,18 +334,36 @@ def ddp_setup(args: argparse.Namespace) -> torch.device:
     return device
 
 
+def loopback_name(args: argparse.Namespace) -> str:
+    # What is wrong with this node's name, or "". gloo tells the other nodes to connect to what the
+    # name resolves to: Debian's installer makes that 127.0.1.1, where they reach only themselves.
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        address = "127.0.0.1"  # which gloo takes for a name that nobody knows
+    if args.backend != "gloo" or "GLOO_SOCKET_IFNAME" in os.environ or address[:4] != "127.":
+        return ""
+    remedy = "there export GLOO_SOCKET_IFNAME=the network's interface, or correct /etc/hosts"
+    return f"on node {name} gloo takes {address} for its address: {remedy}"
+
+
 def load_train_objs(args: argparse.Namespace, device: torch.device) -> tuple:
     if args.local_rank > 0:
         preload(args.dataset)  # slow imports: there is time
-        with waiting_for("the first process of each host, which prepares the data"):
+        with waiting_for("the first process of each node, which prepares the data"):
             dist.barrier()
     train_set, test_set = load_dataset(args.dataset, args.data_dir)  # load your dataset
     if args.local_rank == 0:
-        with waiting_for("the other hosts, which prepare the data"):
+        with waiting_for("the other nodes, which prepare the data"):
             dist.barrier()
     set_seed(args.seed)  # the same weights on every rank
     model = build_model(args.model, train_set[0][0].shape).to(device)  # load your model
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
+    optimizer = torch.optim.SGD(
+        model.parameters(),
+        lr=args.lr,
+        momentum=args.momentum,
+    )
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1)  # load your schedule
     return train_set, test_set, model, optimizer, schedule
 
@@ -351,28 +386,31 @@ def prepare_dataloader(
 
 
 def main(args: argparse.Namespace, stop: torch.Tensor) -> None:
-    start, rank, world_size = time.perf_counter(), args.rank, args.world_size
+    start = time.perf_counter()
     device = ddp_setup(args)
-    args.run = run_name()
-    box = [None, None]
-    if rank == 0:  # no other rank needs the file
-        box = [open_snapshot(args), {name: getattr(args, name) for name in KEPT}]
-    dist.broadcast_object_list(box)
-    vars(args).update(box[1])
+    snapshot = find_snapshot(args)
     line = "total_epochs: {total_epochs}, save_every: {save_every}, batch_size: {batch_size}"
     log(line.format(**vars(args)))
     train_set, test_set, model, optimizer, schedule = load_train_objs(args, device)
-    set_seed(args.seed, rank)  # from here on each rank draws its own
-    batch_size = args.batch_size * args.accumulate
-    train_sampler = ShardedBatchSampler(train_set, batch_size, world_size, rank, args.seed)
-    smallest = train_sampler.sizes()[0] // world_size // args.accumulate
-    check_batch_norm(model, smallest * world_size if args.sync_bn else smallest, train_set)
-    shard = range(rank, len(test_set), world_size)  # no padding: every sample counts once
+    set_seed(args.seed, args.rank)  # from here on each rank draws its own
+    train_sampler = ShardedBatchSampler(
+        train_set,
+        args.batch_size * args.accumulate,
+        num_replicas=args.world_size,
+        rank=args.rank,
+        seed=args.seed,
+    )
+    smallest = train_sampler.sizes()[0] // args.world_size // args.accumulate
+    if args.sync_bn:
+        smallest *= args.world_size
+    check_batch_norm(model, smallest, train_set)
+    shard = range(args.rank, len(test_set), args.world_size)  # no padding: every sample counts once
     test_sampler = BatchSampler(shard, args.test_batch_size, drop_last=False)
     train_data = prepare_dataloader(train_set, train_sampler, device, args.num_workers)
     test_data = prepare_dataloader(test_set, test_sampler, device, args.num_workers)
-    objs = (model, train_data, test_data, optimizer, schedule)
-    trainer = Trainer(*objs, device, box[0], stop, args)
+    trainer = Trainer(
+        model, train_data, test_data, optimizer, schedule, device, snapshot, stop, args
+    )
     catch_stop_signals(stop)
     trainer.train(args.total_epochs)
     if not trainer.stopped:
@@ -382,7 +420,7 @@ def main(args: argparse.Namespace, stop: torch.Tensor) -> None:
     leave(128 + trainer.stopped if trainer.stopped else 0)
 
 
-# Plumbing
+# --- plumbing ---
 
 
 @record  # without it torchrun's report has no traceback
@@ -412,10 +450,12 @@ def one_line(error: Exception) -> str:
     return " ".join(str(error).split("Exception raised from")[0].split())
 
 
-LAUNCHER = os.getppid()  # another parent, later on, means that it was killed
+LAUNCHER = os.getppid()  # torchrun; another parent, later on, means that it was killed
 
 
 def catch_stop_signals(stop: torch.Tensor) -> None:
+    # The handler only leaves the signal's number: the step in progress is finished first. `stop` is
+    # a tensor, not an int, because mp.spawn can share its memory between processes.
     def on_signal(signum: int, frame: object) -> None:
         stop.fill_(signum)
         if not dist.is_torchelastic_launched():  # torchrun passes on what came here already
@@ -426,16 +466,16 @@ def catch_stop_signals(stop: torch.Tensor) -> None:
 
 
 def leave(status: int) -> None:
-    # Not by sys.exit: with torch 2.9 gloo's threads abort or block one process in some hundreds
-    # while Python ends. First what Python does then: wait for threads, and run what has been
-    # registered, as by experiment trackers.
+    # Not sys.exit: with torch 2.9, gloo's threads abort or block about one process in 300 while the
+    # interpreter shuts down. What it would do is done here: wait for threads, and run what has been
+    # registered with atexit, as experiment trackers do.
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()
     os._exit(status)
 
 
-tqdm.set_lock(threading.RLock())  # its own is a semaphore that a killed process leaves behind
+tqdm.set_lock(threading.RLock())  # its default, a semaphore, outlives a killed process
 
 
 def log(line: str, every_rank: bool = False) -> None:
@@ -447,7 +487,8 @@ def log(line: str, every_rank: bool = False) -> None:
 
 @contextlib.contextmanager
 def waiting_for(whom: str) -> Iterator[None]:
-    # A download or a slow disk must not look like a hang. What bounds it is --timeout.
+    # After ten seconds it says so: a download or a slow disk must not look like a hang. The wait
+    # itself is bounded by --timeout.
     line = f"[rank {dist.get_rank()}] still waiting for {whom}"
     timer = threading.Timer(10, log, (line, True))
     timer.start()
@@ -457,32 +498,53 @@ def waiting_for(whom: str) -> Iterator[None]:
         timer.cancel()
 
 
-# What a resumed run keeps of the one before: what it computes, not where and how fast.
-KEPT = ("total_epochs", "save_every", "batch_size", "test_batch_size", "lr", "momentum")
-KEPT += ("dataset", "data_dir", "model", "seed", "accumulate", "amp")
-
-
-def run_name() -> str:
-    # torchrun tells each process where to report errors: in a folder that it makes anew for a run
-    # and keeps for its restarts, <run>/attempt_<n>/<local rank>/error.json.
+def names_of_run(args: argparse.Namespace) -> list[str]:
+    # torchrun tells each process where to report errors, for example in
+    #     /tmp/torchelastic_a1b2/7_c3d4/attempt_0/1/error.json
+    # for --rdzv_id 7 and local rank 1. Each node's torchrun makes such a folder 7_c3d4 for each run
+    # and keeps it for the restarts. A snapshot is of this run where the two share a folder.
     report = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    return Path(report).parents[2].name if report else uuid.uuid4().hex
+    names = [None] * args.world_size
+    dist.all_gather_object(names, Path(report).parents[2].name if report else "")
+    return [name for name in names if name]
+
+
+def find_snapshot(args: argparse.Namespace) -> dict | None:
+    # Read by the first process of each node: after a restart rank 0 may be on another node than the
+    # one that saved, and the furthest snapshot of this run counts. --resume without one takes the
+    # snapshot that rank 0 has. The others get it, and the settings that it came with.
+    args.run = names_of_run(args)
+    snapshot = open_snapshot(args) if args.local_rank == 0 else None
+    found = (False, -1, 0)
+    if snapshot is not None:
+        found = (is_of_this_run(snapshot, args), snapshot["epoch"], snapshot["samples_seen"])
+    all_found = [None] * args.world_size
+    dist.all_gather_object(all_found, found)
+    box = [snapshot, {name: getattr(args, name) for name in args.kept}]
+    dist.broadcast_object_list(box, src=all_found.index(max(all_found)))
+    vars(args).update(box[1])
+    return box[0]
+
+
+def is_of_this_run(snapshot: dict, args: argparse.Namespace) -> bool:
+    return not set(args.run).isdisjoint(snapshot["settings"].get("run", []))
 
 
 def open_snapshot(args: argparse.Namespace) -> dict | None:
     path = Path(args.snapshot_path)
+    resume = args.resume and args.rank == 0
     if not path.exists():
-        if args.resume:
+        if resume:
             log(f"No snapshot at {path}, starting from the beginning")
         return None
     try:
         snapshot = torch.load(path, map_location="cpu", weights_only=True)
         # After a crash torchrun starts everything anew: go on from what this run has saved, but
         # never from the snapshot of an earlier one; --resume asks for that.
-        if not args.resume and snapshot["settings"]["run"] != args.run:
+        if not resume and not is_of_this_run(snapshot, args):
             return None
         # A resumed run goes on as it was started, but for what its own command line says.
-        for name in KEPT:
+        for name in args.kept:
             now = getattr(args, name)
             then = snapshot["settings"].get(name, now)  # not every script has every option
             if name not in args.given:
@@ -492,14 +554,15 @@ def open_snapshot(args: argparse.Namespace) -> dict | None:
             elif then != now:
                 log(f"{name}: {now} from the command line, not the snapshot's {then}")
     except Exception as error:  # torch.load raises nearly everything
-        if not args.resume:  # it is another program's
+        if not resume:  # it is another program's
             return None
         cannot_resume(args, error)
     return snapshot
 
 
 def cannot_resume(args: argparse.Namespace, error: Exception) -> NoReturn:
-    path, reason = args.snapshot_path, f"{type(error).__name__}: {error}".splitlines()[0]
+    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    path = args.snapshot_path
     sys.exit(f"error: cannot resume from {path} ({reason}): name another --snapshot-path")
 
 
@@ -508,44 +571,64 @@ AMP = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def device_names() -> list[str]:
     found = torch.accelerator.current_accelerator(check_available=True)
-    return [found.type, "cpu"] if found and found.type != "mps" else ["cpu"]
+    if found is None or found.type == "mps":  # no backend serves MPS
+        return ["cpu"]
+    return [found.type, "cpu"]
+
+
+def at_least(low: float) -> Callable[[str], float]:
+    # For add_argument(type=...): argparse puts the option's name before what is wrong with it.
+    def number(text: str) -> float:
+        value = type(low)(text)  # int or float
+        if not low <= value < 2**32:
+            raise argparse.ArgumentTypeError(f"{text} is out of range, which begins at {low}")
+        return value
+
+    return number
 
 
 def parse_args() -> argparse.Namespace:
-    usage = "%(prog)s [total_epochs] [save_every] [options]"
-    parser = argparse.ArgumentParser(usage=usage, description=__doc__.split("\n")[0])
-    add, devices = parser.add_argument, device_names()
-    add("total_epochs", nargs="?", type=int, default=5, help="total epochs to train the model")
-    add("save_every", nargs="?", type=int, default=1, help="how often to save a snapshot")
-    add("--batch-size", "--batch_size", type=int, default=32, help="samples a device and step")
-    add("--test-batch-size", type=int, default=1000, help="the same in evaluation")
-    add("--lr", type=float, default=0.01, help="learning rate of SGD")
-    add("--momentum", type=float, default=0.9, help="momentum of SGD")
+    devices = device_names()
+    job = argparse.ArgumentParser(add_help=False)  # what --resume takes from the snapshot
+    add = job.add_argument
+    add("total_epochs", nargs="?", type=at_least(1), default=5, help="how many epochs to train")
+    add("save_every", nargs="?", type=at_least(1), default=1, help="how often to save a snapshot")
+    add("--batch-size", "--batch_size", type=at_least(1), default=32, help="per device and step")
+    add("--test-batch-size", type=at_least(1), default=1000, help="the same in evaluation")
+    add("--lr", type=at_least(0.0), default=0.01, help="learning rate of SGD")
+    add("--momentum", type=at_least(0.0), default=0.9, help="momentum of SGD")
     add("--dataset", choices=DATASETS, default="digits", help="digits needs no download")
     add("--data-dir", default="data", help="where torchvision keeps or downloads the others")
     add("--model", choices=MODELS, help="default: what suits the data set")
-    add("--seed", type=int, default=42)
+    add("--seed", type=at_least(0), default=42)
+    add("--accumulate", type=at_least(1), default=1, help="batches per step, one after the other")
+    add("--amp", choices=AMP, default="off", help="automatic mixed precision")
+    usage = "%(prog)s [total_epochs] [save_every] [options]"
+    title = __doc__.split("\n")[0]
+    parser = argparse.ArgumentParser(parents=[job], usage=usage, description=title)
+    add = parser.add_argument
     add("--deterministic", action="store_true", help="deterministic kernels on an accelerator")
     add("--device", choices=["auto", *devices], default="auto")
     add("--snapshot-path", default="checkpoint.pt")
     add("--resume", action="store_true", help="go on from the snapshot where there is one")
-    add("--log-interval", type=int, default=0, help="steps between loss lines (0: none)")
+    add("--log-interval", type=at_least(0), default=0, help="steps between loss lines (0: none)")
     add("--log-dir", help="folder for TensorBoard's event files")
     add("--no-progress", action="store_true", help="no progress bar")
-    add("--num-workers", type=int, default=0, help="processes that load data; 4 for files, say")
-    add("--accumulate", type=int, default=1, help="batches a step, one after the other")
-    add("--amp", choices=AMP, default="off", help="automatic mixed precision")
+    add("--num-workers", type=at_least(0), default=0, help="loader processes; 4 for files, say")
     add("--compile", action="store_true", help="torch.compile: slow to start, then faster")
     add("--sync-bn", action="store_true", help="BatchNorm over all ranks; not on a CPU")
     add("--local-rank", "--local_rank", dest="unused", help=argparse.SUPPRESS)
     add("--backend", default="auto", help="nccl, gloo ...; auto: what suits the device")
-    add("--timeout", type=int, default=600, help="seconds that a collective may take")
+    add("--timeout", type=at_least(1), default=600, help="seconds that a collective may take")
     args = parser.parse_args()
-    parser.set_defaults(**dict.fromkeys(vars(args)))  # what is not None without them was given
+    args.kept = [*vars(job.parse_args([]))]
+    parser.set_defaults(**dict.fromkeys(vars(args)))  # all None: what is not None was given
     args.given = [name for name, value in vars(parser.parse_args()).items() if value is not None]
     # torchrun sets these; where nothing does, this process is the whole world.
-    for name, alone in {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1}.items():
-        setattr(args, name, int(os.environ.get(name.upper(), alone)))
+    args.rank = int(os.environ.get("RANK", 0))
+    args.world_size = int(os.environ.get("WORLD_SIZE", 1))
+    args.local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    args.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if "RANK" in os.environ and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         parser.error("the environment has a RANK but no MASTER_ADDR and MASTER_PORT: use torchrun")
     args.model = args.model or DEFAULT_MODEL[args.dataset]
@@ -565,13 +648,9 @@ def parse_args() -> argparse.Namespace:
         )
     if args.sync_bn and args.device == "cpu":
         parser.error("--sync-bn needs an accelerator: leave it out on a CPU")
-    if args.compile and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++", "cl"))):
+    compilers = (os.environ.get("CXX", "g++"), "clang++", "cl")
+    if args.compile and not any(shutil.which(name) for name in compilers):
         parser.error("--compile needs a C++ compiler: install g++, or leave it out")
-    from_0 = ("lr", "momentum", "seed", "log_interval", "num_workers", "rank", "local_rank")
-    for name, value in vars(args).items():
-        low = 0 if name in from_0 else 1
-        if type(value) in (int, float) and not low <= value < 2**32:
-            parser.error(f"{name} is {value}: it must be {low} or more, and below 2**32")
     path = Path(args.snapshot_path)
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         parser.error(f"--snapshot-path {path}: name a file in a folder that you may write to")

@@ -7,9 +7,10 @@
     python single_gpu.py --device cuda:1    not the first accelerator that torch finds
     python single_gpu.py --help             all options
 
-It runs on CUDA, ROCm, XPU, MPS and on the CPU. Ctrl-C and SIGTERM stop it after the step in
-progress and save a snapshot; --resume then ends with the same weights as a run that was never
-stopped. A second Ctrl-C stops it at once. To make it yours, edit what is marked "load your".
+It runs on CUDA, ROCm, XPU, MPS and on the CPU. Ctrl-C and SIGTERM finish the step in progress, save
+a snapshot and stop; a second Ctrl-C stops at once. --resume then ends with the same weights as a
+run that was never stopped (on an accelerator with --deterministic). To make this file yours, edit
+the lines that are marked "load your".
 """
 
 import argparse
@@ -20,6 +21,7 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -54,15 +56,19 @@ class Trainer:
         stop: torch.Tensor,
         args: argparse.Namespace,
     ) -> None:
-        self.device, self.stop, self.args = device, stop, args
+        self.device = device
+        self.args = args
+        self.stop = stop  # the number of the signal that asks for a stop, or 0
         self.model = model
-        self.train_data, self.test_data = train_data, test_data
+        self.train_data = train_data
+        self.test_data = test_data
         self.pinned = train_data.pin_memory  # a copy from other memory must be waited for
-        self.optimizer, self.schedule = optimizer, schedule
+        self.optimizer = optimizer
+        self.schedule = schedule
         self.epoch = 0  # the epoch in progress
-        self.samples_seen = 0  # those of its samples that the job has trained on
+        self.samples_seen = 0  # in this epoch
         self.loss_sum = torch.zeros((), device=device)  # over these samples
-        self.stopped = 0  # by the signal of this number
+        self.stopped = 0  # the number of the signal that has ended training, or 0
         if snapshot is not None:
             self._load_snapshot(snapshot)
         self.writer = None
@@ -75,20 +81,21 @@ class Trainer:
         self.optimizer.zero_grad()
         output = self.model(source)  # load your inputs
         loss = F.cross_entropy(output, targets, reduction="sum")  # load your loss
-        (loss / count).backward()
+        (loss / count).backward()  # of the mean over the batch
         self.optimizer.step()
         return loss.detach()
 
     def _run_epoch(self, epoch: int) -> None:
-        b_sz, log_interval = self.args.batch_size, self.args.log_interval
-        name = self.device.type.upper().replace("CUDA", "GPU")
         self.train_data.sampler.set_epoch(epoch, self.samples_seen)
         self.train_data.generator.manual_seed(torch.initial_seed() + epoch)  # for its workers
+        name = self.device.type.upper().replace("CUDA", "GPU")
+        b_sz = self.args.batch_size
         line = f"Epoch {epoch} | Batchsize: {b_sz} | Steps: {len(self.train_data)}"
         log(f"[{name}0] {line}")
-        sizes = self.train_data.sampler.sizes()  # of the global batches
+        sizes = self.train_data.sampler.sizes()  # of the batches, step by step
         self.model.train()
-        progress = tqdm(self.train_data, leave=False, disable=self.args.no_progress or None)
+        hidden = self.args.no_progress or not sys.stderr.isatty()
+        progress = tqdm(self.train_data, leave=False, disable=hidden)
         for step, (source, targets) in enumerate(progress, start=1):
             source = source.to(self.device, non_blocking=self.pinned)  # load your inputs
             targets = targets.to(self.device, non_blocking=self.pinned)  # load your inputs
@@ -96,7 +103,7 @@ class Trainer:
             loss = self._run_batch(source, targets, count)
             self.loss_sum += loss
             self.samples_seen += count
-            if log_interval and step % log_interval == 0:
+            if self.args.log_interval and step % self.args.log_interval == 0:
                 log(f"Epoch {epoch} | Step {step} | Loss: {loss.item() / count:.6f}")
             self.stopped = self.stop.item()
             if self.stopped:
@@ -117,38 +124,42 @@ class Trainer:
         return loss_sum, correct
 
     def train(self, total_epochs: int) -> None:
-        path, save_every = self.args.snapshot_path, self.args.save_every
-        samples, total = len(self.train_data.dataset), len(self.test_data.dataset)
+        path = self.args.snapshot_path
+        train_size = len(self.train_data.dataset)
+        test_size = len(self.test_data.dataset)
         for epoch in range(self.epoch, total_epochs):
-            seen, start = self.samples_seen, time.perf_counter()
+            seen_before = self.samples_seen
+            start = time.perf_counter()
             self._run_epoch(epoch)
             if self.device.type != "cpu":
                 torch.accelerator.synchronize()  # the clock must not stop before the device
-            rate = (self.samples_seen - seen) / (time.perf_counter() - start)
+            rate = (self.samples_seen - seen_before) / (time.perf_counter() - start)
             if self.stopped:
                 self._save_snapshot()
                 log(f"Epoch {epoch} | Stopped at sample {self.samples_seen}, saved at {path}")
                 return
             sums = torch.stack((self.loss_sum, *self._evaluate()))
             train_loss, test_loss, correct = sums.tolist()
-            train_loss, test_loss = train_loss / samples, test_loss / total
+            train_loss /= train_size
+            test_loss /= test_size
             losses = f"Train loss: {train_loss:.4f} | Test loss: {test_loss:.4f}"
-            accuracy = f"Accuracy: {correct:.0f}/{total} ({correct / total:.2%})"
+            accuracy = f"Accuracy: {correct:.0f}/{test_size} ({correct / test_size:.2%})"
             log(f"Epoch {epoch} | {losses} | {accuracy} | {rate:.0f} samples/s")
             if self.writer:
                 self.writer.add_scalar("loss/train", train_loss, epoch)
                 self.writer.add_scalar("loss/test", test_loss, epoch)
-                self.writer.add_scalar("accuracy", correct / total, epoch)
+                self.writer.add_scalar("accuracy", correct / test_size, epoch)
                 self.writer.add_scalar("samples_per_second", rate, epoch)
                 self.writer.flush()
             self.schedule.step()  # load your schedule, if it steps otherwise
-            self.epoch, self.samples_seen = epoch + 1, 0
+            self.epoch = epoch + 1
+            self.samples_seen = 0
             self.loss_sum.zero_()
-            if self.epoch % save_every == 0 or self.epoch == total_epochs:
+            if self.epoch % self.args.save_every == 0 or self.epoch == total_epochs:
                 self._save_snapshot()
                 log(f"Epoch {epoch} | Training checkpoint saved at {path}")
 
-    # Snapshots and stopping
+    # --- snapshots and stopping ---
 
     def _save_snapshot(self) -> None:
         snapshot = {
@@ -162,8 +173,9 @@ class Trainer:
             "rng_states": [get_rng_state(self.device)],  # of each rank
             "settings": vars(self.args),
         }
-        # Whole or not at all: whatever happens here, the snapshot before is still there.
-        path, temporary = Path(self.args.snapshot_path), Path(f"{self.args.snapshot_path}.tmp")
+        # First to another file: whatever happens here, the snapshot before stays whole.
+        path = Path(self.args.snapshot_path)
+        temporary = Path(f"{path}.tmp")
         try:
             with temporary.open("wb") as file:
                 torch.save(snapshot, file)
@@ -176,22 +188,20 @@ class Trainer:
 
     def _load_snapshot(self, snapshot: dict) -> None:
         try:
-            # Where the command line overrules the snapshot, the new optimizer's own values hold.
-            now, then = vars(self.args), snapshot["settings"]
-            changed = [name for name in KEPT if now[name] != then.get(name, now[name])]
-            if "lr" in changed:  # and those of the new schedule, as if it had come this far
-                changed += ["initial_lr", "max_lr", "min_lr"]
+            # Another --lr or --momentum than the snapshot's: as if the run had begun with it.
+            then = snapshot["settings"]
+            own = [name for name in self.optimizer.defaults if name in self.args.kept]
+            if any(getattr(self.args, name) != then.get(name) for name in own):
                 with warnings.catch_warnings(action="ignore"):  # no optimizer.step() between them
                     for _ in range(snapshot["epoch"]):
                         self.schedule.step()
+                snapshot["optimizer"]["param_groups"] = self.optimizer.state_dict()["param_groups"]
                 snapshot["schedule"] = self.schedule.state_dict()
-            old, new = snapshot["optimizer"]["param_groups"], self.optimizer.param_groups
-            for kept, made in zip(old, new, strict=False):
-                kept.update({name: made[name] for name in changed if name in made})
             self.model.load_state_dict(snapshot["model"])
             self.optimizer.load_state_dict(snapshot["optimizer"])
             self.schedule.load_state_dict(snapshot["schedule"])
-            self.epoch, self.samples_seen = snapshot["epoch"], snapshot["samples_seen"]
+            self.epoch = snapshot["epoch"]
+            self.samples_seen = snapshot["samples_seen"]
             self.loss_sum.fill_(snapshot["loss_sum"])
             set_rng_state(snapshot["rng_states"][0], self.device)
         except Exception as error:  # load_state_dict raises nearly everything
@@ -199,14 +209,18 @@ class Trainer:
         log(f"Resuming training from snapshot at Epoch {self.epoch}, sample {self.samples_seen}")
 
 
-# Setting up
+# --- setting up ---
 
 
 def load_train_objs(args: argparse.Namespace, device: torch.device) -> tuple:
     train_set, test_set = load_dataset(args.dataset, args.data_dir)  # load your dataset
     set_seed(args.seed)
     model = build_model(args.model, train_set[0][0].shape).to(device)  # load your model
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
+    optimizer = torch.optim.SGD(
+        model.parameters(),
+        lr=args.lr,
+        momentum=args.momentum,
+    )
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1)  # load your schedule
     return train_set, test_set, model, optimizer, schedule
 
@@ -239,23 +253,28 @@ def main(args: argparse.Namespace, stop: torch.Tensor) -> None:
     log(line.format(**vars(args)))
     train_set, test_set, model, optimizer, schedule = load_train_objs(args, device)
     set_seed(args.seed)  # from here on it draws what rank 0 would
-    train_sampler = ShardedBatchSampler(train_set, args.batch_size, 1, 0, args.seed)
+    train_sampler = ShardedBatchSampler(
+        train_set, args.batch_size, num_replicas=1, rank=0, seed=args.seed
+    )
     check_batch_norm(model, train_sampler.sizes()[0], train_set)
     test_sampler = BatchSampler(range(len(test_set)), args.test_batch_size, drop_last=False)
     train_data = prepare_dataloader(train_set, train_sampler, device, args.num_workers)
     test_data = prepare_dataloader(test_set, test_sampler, device, args.num_workers)
-    objs = (model, train_data, test_data, optimizer, schedule)
-    trainer = Trainer(*objs, device, snapshot, stop, args)
+    trainer = Trainer(
+        model, train_data, test_data, optimizer, schedule, device, snapshot, stop, args
+    )
     catch_stop_signals(stop)
     trainer.train(args.total_epochs)
     if trainer.stopped:
         sys.exit(128 + trainer.stopped)  # the shells' number for a signal: not done yet
 
 
-# Plumbing
+# --- plumbing ---
 
 
 def catch_stop_signals(stop: torch.Tensor) -> None:
+    # The handler only leaves the signal's number: the step in progress is finished first. `stop` is
+    # a tensor, not an int, because mp.spawn can share its memory between processes.
     def on_signal(signum: int, frame: object) -> None:
         stop.fill_(signum)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C
@@ -264,17 +283,12 @@ def catch_stop_signals(stop: torch.Tensor) -> None:
     signal.signal(signal.SIGTERM, on_signal)
 
 
-tqdm.set_lock(threading.RLock())  # its own is a semaphore that a killed process leaves behind
+tqdm.set_lock(threading.RLock())  # its default, a semaphore, outlives a killed process
 
 
 def log(line: str) -> None:
     tqdm.write(f"{line}\n", end="")  # one write, above the progress bar
     sys.stdout.flush()
-
-
-# What a resumed run keeps of the one before: what it computes, not where and how fast.
-KEPT = ("total_epochs", "save_every", "batch_size", "test_batch_size", "lr", "momentum")
-KEPT += ("dataset", "data_dir", "model", "seed")
 
 
 def open_snapshot(args: argparse.Namespace) -> dict | None:
@@ -287,7 +301,7 @@ def open_snapshot(args: argparse.Namespace) -> dict | None:
     try:
         snapshot = torch.load(path, map_location="cpu", weights_only=True)
         # A resumed run goes on as it was started, but for what its own command line says.
-        for name in KEPT:
+        for name in args.kept:
             now = getattr(args, name)
             then = snapshot["settings"].get(name, now)  # not every script has every option
             if name not in args.given:
@@ -302,50 +316,64 @@ def open_snapshot(args: argparse.Namespace) -> dict | None:
 
 
 def cannot_resume(args: argparse.Namespace, error: Exception) -> NoReturn:
-    path, reason = args.snapshot_path, f"{type(error).__name__}: {error}".splitlines()[0]
+    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    path = args.snapshot_path
     sys.exit(f"error: cannot resume from {path} ({reason}): name another --snapshot-path")
 
 
 def device_names() -> list[str]:
     found = torch.accelerator.current_accelerator(check_available=True)
-    count = torch.accelerator.device_count() if found else 0
-    return [found.type, *(f"{found.type}:{i}" for i in range(count)), "cpu"] if found else ["cpu"]
+    if found is None:
+        return ["cpu"]
+    numbered = [f"{found.type}:{index}" for index in range(torch.accelerator.device_count())]
+    return [found.type, *numbered, "cpu"]
+
+
+def at_least(low: float) -> Callable[[str], float]:
+    # For add_argument(type=...): argparse puts the option's name before what is wrong with it.
+    def number(text: str) -> float:
+        value = type(low)(text)  # int or float
+        if not low <= value < 2**32:
+            raise argparse.ArgumentTypeError(f"{text} is out of range, which begins at {low}")
+        return value
+
+    return number
 
 
 def parse_args() -> argparse.Namespace:
-    usage = "%(prog)s [total_epochs] [save_every] [options]"
-    parser = argparse.ArgumentParser(usage=usage, description=__doc__.split("\n")[0])
-    add, devices = parser.add_argument, device_names()
-    add("total_epochs", nargs="?", type=int, default=5, help="total epochs to train the model")
-    add("save_every", nargs="?", type=int, default=1, help="how often to save a snapshot")
-    add("--batch-size", "--batch_size", type=int, default=32, help="samples a device and step")
-    add("--test-batch-size", type=int, default=1000, help="the same in evaluation")
-    add("--lr", type=float, default=0.01, help="learning rate of SGD")
-    add("--momentum", type=float, default=0.9, help="momentum of SGD")
+    devices = device_names()
+    job = argparse.ArgumentParser(add_help=False)  # what --resume takes from the snapshot
+    add = job.add_argument
+    add("total_epochs", nargs="?", type=at_least(1), default=5, help="how many epochs to train")
+    add("save_every", nargs="?", type=at_least(1), default=1, help="how often to save a snapshot")
+    add("--batch-size", "--batch_size", type=at_least(1), default=32, help="per device and step")
+    add("--test-batch-size", type=at_least(1), default=1000, help="the same in evaluation")
+    add("--lr", type=at_least(0.0), default=0.01, help="learning rate of SGD")
+    add("--momentum", type=at_least(0.0), default=0.9, help="momentum of SGD")
     add("--dataset", choices=DATASETS, default="digits", help="digits needs no download")
     add("--data-dir", default="data", help="where torchvision keeps or downloads the others")
     add("--model", choices=MODELS, help="default: what suits the data set")
-    add("--seed", type=int, default=42)
+    add("--seed", type=at_least(0), default=42)
+    usage = "%(prog)s [total_epochs] [save_every] [options]"
+    title = __doc__.split("\n")[0]
+    parser = argparse.ArgumentParser(parents=[job], usage=usage, description=title)
+    add = parser.add_argument
     add("--deterministic", action="store_true", help="deterministic kernels on an accelerator")
     add("--device", choices=["auto", *devices], default="auto")
     add("--snapshot-path", default="checkpoint.pt")
     add("--resume", action="store_true", help="go on from the snapshot where there is one")
-    add("--log-interval", type=int, default=0, help="steps between loss lines (0: none)")
+    add("--log-interval", type=at_least(0), default=0, help="steps between loss lines (0: none)")
     add("--log-dir", help="folder for TensorBoard's event files")
     add("--no-progress", action="store_true", help="no progress bar")
-    add("--num-workers", type=int, default=0, help="processes that load data; 4 for files, say")
+    add("--num-workers", type=at_least(0), default=0, help="loader processes; 4 for files, say")
     args = parser.parse_args()
-    parser.set_defaults(**dict.fromkeys(vars(args)))  # what is not None without them was given
+    args.kept = [*vars(job.parse_args([]))]
+    parser.set_defaults(**dict.fromkeys(vars(args)))  # all None: what is not None was given
     args.given = [name for name, value in vars(parser.parse_args()).items() if value is not None]
     args.model = args.model or DEFAULT_MODEL[args.dataset]
     args.device = devices[0] if args.device == "auto" else args.device
     if args.deterministic and args.device.startswith("mps"):
         parser.error("--deterministic cannot work on mps, where torch lacks such kernels: use cpu")
-    from_0 = ("lr", "momentum", "seed", "log_interval", "num_workers")
-    for name, value in vars(args).items():
-        low = 0 if name in from_0 else 1
-        if type(value) in (int, float) and not low <= value < 2**32:
-            parser.error(f"{name} is {value}: it must be {low} or more, and below 2**32")
     path = Path(args.snapshot_path)
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         parser.error(f"--snapshot-path {path}: name a file in a folder that you may write to")
@@ -355,7 +383,8 @@ def parse_args() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    args, start = parse_args(), time.perf_counter()
+    args = parse_args()
+    start = time.perf_counter()
     try:
         main(args, stop=torch.zeros((), dtype=torch.int32))
     except (DataError, OSError) as error:

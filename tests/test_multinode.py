@@ -1,4 +1,5 @@
-"""multinode.py on two and three hosts with addresses of their own: see hosts.py.
+"""multinode.py, and ddp_torchrun.py under torchrun, on two and three nodes with addresses of their
+own: see hosts.py.
 
 As root on Linux; a laptop skips these tests and says why, CI fails if it cannot run them.
 """
@@ -64,12 +65,12 @@ def by_node(hosts: Hosts, rank: int) -> tuple:
 def torchrun(hosts: Hosts, rank: int, processes: int) -> str:
     address = f"--master_addr {hosts.address(0)} --master_port {PORT}"
     nodes = f"--nnodes 2 --node_rank {rank} --nproc_per_node {processes}"
-    return f"torchrun {nodes} {address} multinode.py"
+    return f"torchrun {nodes} {address} ddp_torchrun.py"
 
 
 def c10d(hosts: Hosts) -> str:
     endpoint = f"--rdzv_backend c10d --rdzv_endpoint {hosts.address(0)}:{PORT}"
-    return f"torchrun --nnodes 2 --nproc_per_node 1 {endpoint} multinode.py"
+    return f"torchrun --nnodes 2 --nproc_per_node 1 {endpoint} ddp_torchrun.py"
 
 
 @pytest.fixture(scope="module")
@@ -98,9 +99,7 @@ def test_any_number_of_hosts_does_the_same_job(hosts, tmp_path, job, count):
             time.sleep(1)
     texts = [job.finish() for job in reversed(jobs)]
     for rank, text in enumerate(texts):
-        assert (
-            f"[rank {rank} of {count}] host {hosts.name(rank)} at {hosts.address(rank)} |" in text
-        )
+        assert f"[rank {rank} of {count}] host {hosts.name(rank)} | device cpu |" in text
         assert f"[CPU{rank}] Epoch 1 | Batchsize: {24 // count} | Steps: 21\n" in text
     assert losses(texts[0]) == expected and len(expected) == 42
     ours = load(tmp_path / "host0" / "checkpoint.pt")
@@ -151,9 +150,10 @@ def test_ways_of_launching(hosts, tmp_path, job, way):
     assert difference(load(path), snapshot) < 1e-12
 
 
-SLURM = {f"SLURM_{name}": 0 for name in ("PROCID", "NTASKS", "LOCALID", "JOB_ID", "STEP_NODELIST")}
 USAGE = [
-    (("--rank", 1), {}, "--init-method, --rank and --world-size go together"),
+    (("--rank", 1), {}, "--rank and --world-size, or RANK and WORLD_SIZE, go with --init-method"),
+    (("--init-method", "tcp://a:7000"), {}, "--rank and --world-size, or RANK and WORLD_SIZE, go"),
+    (("--rank", 1, "--world-size", 2), {}, "export MASTER_ADDR and MASTER_PORT, or use --init-"),
     (("--nnodes", 2), {}, "--nnodes, --node-rank and --init-method go together"),
     (
         ("--init-method", "tcp://a:70000", "--rank", 0, "--world-size", 2),
@@ -162,18 +162,24 @@ USAGE = [
     ),
     (("--init-method", "udp://a:7000", "--rank", 0, "--world-size", 2), {}, "udp://a:7000: write"),
     (("--init-method", "tcp://a:7000", "--rank", 2, "--world-size", 2), {}, "not in a world of 2"),
-    (("--init-method", "env://"), {}, "the environment has no MASTER_ADDR"),
-    ((), {"RANK": 0, "MASTER_ADDR": "a", "MASTER_PORT": 1}, "the environment has no WORLD_SIZE"),
+    (("--init-method", "env://"), {}, "--rank and --world-size, or RANK and WORLD_SIZE, go with"),
+    ((), {"RANK": 0, "MASTER_ADDR": "a", "MASTER_PORT": 1}, "--rank and --world-size, or RANK and"),
+    ((), {"RANK": 0, "WORLD_SIZE": 2, "MASTER_PORT": 1}, "export MASTER_ADDR and MASTER_PORT"),
+    ((), {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "a", "MASTER_PORT": "b"}, "tcp://a:b: write"),
+    (
+        ("--init-method", "tcp://a:7000", "--nnodes", 2, "--node-rank", 0, "--rank", 0),
+        {},
+        "--nnodes and --node-rank stand in for --rank and --world-size: not both",
+    ),
     (
         (),
         {"RANK": "a", "WORLD_SIZE": 2, "MASTER_ADDR": "a", "MASTER_PORT": 1},
-        "rank is a in the environment: it must be a number",
+        "argument --rank: invalid number value: 'a'",
     ),
-    ((), {"SLURM_STEP_ID": 0, **SLURM, "PATH": ""}, "Slurm does not say which host is the first"),
-    (("--rank", 0), {"TORCHELASTIC_RUN_ID": "x"}, "torchrun gives the ranks: leave out --rank"),
+    ((), {"TORCHELASTIC_RUN_ID": "x"}, "torchrun starts ddp_torchrun.py; this script is for ranks"),
     (("--nproc-per-node", 4), {}, "--nproc-per-node goes with --nnodes"),
     (("--backend", "mpi"), {}, "--backend mpi does not work on cpu here"),
-    (("--epochs", 0), {}, "epochs is 0"),
+    (("--epochs", 0), {}, "argument --epochs: 0 is out of range, which begins at 1"),
 ]
 
 
@@ -206,8 +212,9 @@ def test_masters_that_are_not_there(hosts, run):
         method = f"tcp://{master}:{PORT}"
         arguments = ("--init-method", method, "--rank", 1, "--world-size", 2, "--timeout", 5)
         line = cannot_join(hosts.start(1, "multinode.py", *arguments), 15)
-        assert line.startswith("error: rank 1 of 2, ") and method in line
-        assert re.search(reason, line) and "is rank 0 started" in line
+        assert line.startswith("error: rank 1 of 2 cannot join") and method in line
+        assert re.search(reason, line)
+        assert "missing after 5 s: rank 0" in line or "no.such.host" in method
 
 
 def test_a_port_that_is_taken(hosts):
@@ -223,7 +230,7 @@ def test_a_port_that_is_taken(hosts):
     )
     taken.stdout.readline()
     line = cannot_join(hosts.start(0, "multinode.py", *by_hand(hosts, 0)), 15)
-    assert "the port is taken: choose another one" in line
+    assert f"port: {PORT}" in line and "EADDRINUSE, message: address already in use" in line
     taken.communicate("\n")
 
 
@@ -232,9 +239,7 @@ def test_a_peer_that_never_comes(hosts):
     job = hosts.start(0, "multinode.py", *by_hand(hosts, 0, 3), "--timeout", 6)
     other = hosts.start(1, "multinode.py", *by_hand(hosts, 2, 3), "--timeout", 6)
     lines = [cannot_join(job, 16), cannot_join(other, 16)]
-    assert (
-        "missing after 6 s: rank 1; start" in lines[0] or "missing after 6 s: rank 1;" in lines[1]
-    )
+    assert any(line.endswith("missing after 6 s: rank 1") for line in lines), lines
 
 
 def test_ranks_given_twice_and_worlds_that_differ(hosts, job):
@@ -256,7 +261,7 @@ def test_names_that_resolve_to_loopback(hosts, job):
     jobs = [hosts.start(r, "multinode.py", *by_hand(hosts, r), "--timeout", 6) for r in (0, 1)]
     for each in jobs:
         line = cannot_join(each, 15)
-        assert re.search(r"on (ladder\d+n\d) the name \1 resolves to 127.0.1.1: there export", line)
+        assert re.search(r"on node ladder\d+n\d gloo takes 127.0.1.1 for its address: there", line)
     env = {**DOUBLE, "GLOO_SOCKET_IFNAME": "eth0"}
     options += ("--batch-size", 12)
     jobs = [hosts.start(r, "multinode.py", *options, *by_hand(hosts, r), **env) for r in (0, 1)]
@@ -330,7 +335,7 @@ def test_elastic_hosts_go_and_come_back(hosts, tmp_path, job):
     """Host 1 is switched off: host 0 goes on from its snapshot; host 1 comes back and joins."""
     options, _, _ = job
     hosts = hosts(2)
-    launch = f"{ELASTIC} --rdzv_endpoint {hosts.address(0)}:{PORT} {QUICK} multinode.py"
+    launch = f"{ELASTIC} --rdzv_endpoint {hosts.address(0)}:{PORT} {QUICK} ddp_torchrun.py"
     arguments = (60, *options[1:], "--model", "convnet", "--batch-size", 2, "--timeout", 10)
     first = hosts.start(0, launch, *arguments, **SHARED_STORE_OFF)
     second = hosts.start(1, launch, *arguments, **SHARED_STORE_OFF)

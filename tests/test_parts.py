@@ -407,11 +407,11 @@ def test_whoever_waits_says_for_whom(make, monkeypatch, capsys, script):
     if script != "ddp_spawn.py":  # its parent prepares the data
         monkeypatch.setattr(module, "load_dataset", lambda *_: (make_digits(10, 0),) * 2)
         module.load_train_objs(trainer.args, CPU)
-        expected = "[rank 1] still waiting for the first process of each host, which prepares "
+        expected = "[rank 1] still waiting for the first process of each node, which prepares "
         assert capsys.readouterr().out.startswith(expected)
         trainer.args.local_rank = 0
         module.load_train_objs(trainer.args, CPU)
-        expected = "[rank 1] still waiting for the other hosts, which prepare the data\n"
+        expected = "[rank 1] still waiting for the other nodes, which prepare the data\n"
         assert capsys.readouterr().out == expected
     assert all(timer.seconds == 10 and timer.cancelled for timer in timers)
 
@@ -490,7 +490,8 @@ def test_a_process_gets_its_device_its_threads_and_its_interface(parse, monkeypa
     monkeypatch.setattr(torch.accelerator, "set_device_index", indices.append)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **kwargs: given.update(kwargs))
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
-    monkeypatch.setattr(module, "join", lambda args, address: None, raising=False)
+    monkeypatch.setattr(module, "join", lambda args: None, raising=False)
+    monkeypatch.setattr(module, "loopback_name", lambda args: "", raising=False)
     if script != "ddp_spawn.py":
         device = module.ddp_setup(args)
     elif hosts == 1:
@@ -627,9 +628,8 @@ def test_the_first_process_of_a_host_prepares_the_data(parse, monkeypatch, scrip
         assert calls == expected
 
 
-@every_torchrun_script
-def test_a_restart_goes_on_from_its_own_run_alone(make, monkeypatch, script):
-    epochs = []
+def test_a_restart_goes_on_from_its_own_run_alone(make, monkeypatch):
+    epochs, script = [], "ddp_torchrun.py"
     for report in ("run1/attempt_0/0", "run2/attempt_0/0", "run1/attempt_1/0"):
         Path(report).mkdir(parents=True)
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", os.path.abspath(f"{report}/error.json"))
@@ -716,7 +716,7 @@ def test_a_lost_peer_is_told_from_a_fault_of_ones_own(parse, script, kind, said,
 
 
 @every_torchrun_script
-def test_what_torchrun_is_told(parse, monkeypatch, tmp_path, script):
+def test_what_an_error_says(parse, monkeypatch, tmp_path, script):
     module, args = parse(script)
     report = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
@@ -731,8 +731,9 @@ def test_what_torchrun_is_told(parse, monkeypatch, tmp_path, script):
 
     with pytest.raises(ArithmeticError):
         run(ArithmeticError("the test's own error"))
-    assert "the test's own error" in json.loads(report.read_text())["message"]["message"]
-    report.unlink()
+    if script == "ddp_torchrun.py":
+        assert "the test's own error" in json.loads(report.read_text())["message"]["message"]
+        report.unlink()
     with pytest.raises(SystemExit, match=r"error: rank 0 has lost the others, .*by peer"):
         run(RuntimeError("[/gloo/transport] Connection closed by peer\nframe #0"))
     with pytest.raises(SystemExit, match="error: no data"):
@@ -748,11 +749,11 @@ def test_what_torchrun_is_told(parse, monkeypatch, tmp_path, script):
 def test_a_hosts_number_gives_the_ranks(parse, monkeypatch):
     options = ("--init-method", "tcp://a:1000", "--nnodes", 2, "--node-rank", 1)
     module, args = parse("multinode.py", *options, "--nproc-per-node", 4)
-    assert (args.rank, args.world_size, args.local_world_size) == (4, 8, 4)
+    assert (args.rank, args.world_size, args.nproc_per_node) == (4, 8, 4)
     started = []
     monkeypatch.setattr(module, "run", lambda args, stop: started.append(args))
     module.run_rank(2, args, torch.zeros(()))
-    assert (started[0].rank, started[0].local_rank) == (6, 2)
+    assert started[0].rank == 6
 
 
 def test_warnings_from_c_plus_plus_are_there_for_who_asks(monkeypatch):
@@ -768,10 +769,10 @@ def test_who_is_missing_double_or_of_another_world(parse, tmp_path):
     def join(rank: int, world_size: int) -> None:
         options = ("--init-method", f"file://{tmp_path}/store", "--timeout", 1)
         module, args = parse("multinode.py", *options, "--rank", rank, "--world-size", world_size)
-        module.join(args, "127.0.0.1")
+        module.join(args)
 
     store = dist.FileStore(str(tmp_path / "store"), 3)
-    with pytest.raises(ValueError, match="missing after 1 s: rank 0, rank 2; start them all"):
+    with pytest.raises(ValueError, match=r"missing after 1 s: rank 0, rank 2$"):
         join(1, 3)
     with pytest.raises(ValueError, match="there is a rank 1 already"):
         join(1, 3)
@@ -796,18 +797,19 @@ def test_processes_of_one_host_take_different_devices(parse, monkeypatch, tmp_pa
     for rank, host in ((0, "a"), (1, "b"), (2, "a")):
         module, args = parse("multinode.py", *options, "--rank", rank)
         monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
+        monkeypatch.setattr(module, "loopback_name", lambda args: "")
         monkeypatch.setattr(module.time, "sleep", asleep)
         if rank < 2:  # they wait for the others
             with pytest.raises(Asleep):
-                module.join(args, "127.0.0.1")
+                module.join(args)
         else:
-            module.join(args, "127.0.0.1")
+            module.join(args)
             assert (args.local_rank, args.local_world_size) == (1, 2)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     args.device, args.backend = "cuda", "nccl"
     assert module.choose_device(args) == torch.device("cuda", 1)
     args.local_rank, args.local_world_size = 2, 3
-    with pytest.raises(ValueError, match="3 processes on this host are more than 2 devices"):
+    with pytest.raises(ValueError, match="3 processes on this node are more than 2 devices"):
         module.choose_device(args)
     args.backend = "gloo"
     assert module.choose_device(args) == torch.device("cuda", 0)
@@ -830,32 +832,70 @@ def test_no_libuv_on_windows(parse, monkeypatch, platform):
     monkeypatch.setattr(dist, "TCPStore", store)
     monkeypatch.setattr(sys, "platform", platform)
     with pytest.raises(Asleep):
-        module.join(args, "127.0.0.1")
+        module.join(args)
     assert asked == [platform != "win32"]
 
 
-def test_a_name_that_resolves_to_loopback_is_reported(parse, monkeypatch):
-    module, args = parse("multinode.py")
+@every_torchrun_script
+def test_a_name_that_resolves_to_loopback_is_reported(parse, monkeypatch, script):
+    module, args = parse(script)
     name = socket.gethostname()
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    for named, complaint in (("127.0.1.1", True), ("10.0.0.1", False)):
-        monkeypatch.setattr(socket, "gethostbyname", lambda _, named=named: named)
-        found = module.loopback_name(args, "10.0.0.1")
-        assert found.startswith(f"on {name} the name {name} resolves to {named}") == complaint
-        assert module.loopback_name(args, "127.0.0.1") == ""  # all on this host
-    monkeypatch.setattr(socket, "gethostbyname", lambda _: "127.0.1.1")
+    for address, complaint in (("127.0.1.1", True), ("10.0.0.1", False)):
+        monkeypatch.setattr(socket, "gethostbyname", lambda _, address=address: address)
+        found = module.loopback_name(args)
+        assert found.startswith(f"on node {name} gloo takes {address} for its address") == complaint
+
+    def unknown(_):
+        raise OSError
+
+    monkeypatch.setattr(socket, "gethostbyname", unknown)
+    assert "gloo takes 127.0.0.1 for its address" in module.loopback_name(args)
+    args.backend = "nccl"
+    assert module.loopback_name(args) == ""
+    args.backend = "gloo"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
-    assert module.loopback_name(args, "10.0.0.1") == ""
+    assert module.loopback_name(args) == ""
+
+
+def test_torchrun_on_several_nodes_looks_at_their_names(parse, monkeypatch):
+    module, args = parse("ddp_torchrun.py")
+    args.world_size = 2
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(socket, "gethostbyname", lambda _: "127.0.1.1")
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("it joins"))
+    with pytest.raises(SystemExit, match=r"^error: on node .* gloo takes 127.0.1.1 for"):
+        module.ddp_setup(args)
+
+
+def test_a_name_that_resolves_to_loopback_matters_to_several_nodes(parse, monkeypatch, tmp_path):
+    """And all of them say whose it is."""
+    module, args = parse("multinode.py")
+    args.rank, args.world_size = 0, 2
+    monkeypatch.setattr(module, "wait_while", lambda *_: None)
+    monkeypatch.setattr(module, "loopback_name", lambda args: "")
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    own = socket.gethostname() + (boot_id.read_text() if boot_id.exists() else "")
+    for other in (own, "another"):
+        store = dist.FileStore(str(tmp_path / other[:7]), 2)
+        store.set("host of rank 1", other)
+        store.set("complaint", "on node another ...")
+        if other == own:
+            module.call_the_roll(store, args)
+        else:
+            with pytest.raises(ValueError, match="on node another"):
+                module.call_the_roll(store, args)
 
 
 def test_after_a_restart_the_furthest_snapshot_counts(make, monkeypatch):
-    """This run's, on whichever host it lies, before the one that --resume asks rank 0 for."""
-    module, trainer = make("multinode.py", "--model", "mlp")
+    """This run's, on whichever node it lies, before the one that --resume asks rank 0 for."""
+    module, trainer = make("ddp_torchrun.py", "--model", "mlp")
     trainer.epoch = 7
     trainer._save_snapshot()
     args, asked = trainer.args, []
     monkeypatch.setattr(dist, "broadcast_object_list", lambda box, src: asked.append((src, box)))
-    args.world_size, args.run = 3, "this run"
+    monkeypatch.setattr(module, "names_of_run", lambda args: ["this run"])
+    args.world_size = 3
     for resume, own in ((False, (False, -1, 0)), (True, (False, 7, 0))):
         for others in ([(True, 1, 320), (True, 1, 64)], [(False, -1, 0)] * 2):
 
@@ -870,17 +910,21 @@ def test_after_a_restart_the_furthest_snapshot_counts(make, monkeypatch):
     assert [box[0] is None for _, box in asked] == [True, True, False, False]
 
 
-def test_a_host_that_joins_later_learns_the_runs_name(parse, monkeypatch):
-    module, _ = parse("multinode.py")
-    Path("folder/attempt_0/0").mkdir(parents=True)
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", os.path.abspath("folder/attempt_0/0/error.json"))
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+def test_a_node_that_joins_later_is_of_the_run(parse, monkeypatch):
+    """Its torchrun has a folder of its own; one of the others' is in the snapshot's settings."""
+    module, args = parse("ddp_torchrun.py")
+    report = "/tmp/torchelastic_a/7_b/attempt_2/0/error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", report)
 
     def all_gather_object(objects, own):
-        objects[:] = [own, (True, "run 7")]
+        objects[:] = [own, "7_c"]
 
     monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
-    assert module.agree_on_run() == "run 7" == Path("folder/run").read_text()
+    args.run = module.names_of_run(args)
+    assert args.run == ["7_b", "7_c"]
+    for saved, same in ((["7_c"], True), (["7_a"], False), ([], False)):
+        assert module.is_of_this_run({"settings": {"run": saved}}, args) == same
+    assert not module.is_of_this_run({"settings": {}}, args)  # of another script
 
 
 def test_check_adds_up(make, capsys):
@@ -919,8 +963,7 @@ def test_a_rank_of_three_gets_its_shares_its_seed_and_its_smallest_batch(
     args.world_size = args.local_world_size = 3
     args.sync_bn = together
     data, seeds, smallest, seen = (make_digits(40, 0), make_digits(10, 1)), [], [], {}
-    for name in ("agree_on_run", "run_name", "find_snapshot"):
-        monkeypatch.setattr(module, name, lambda *_: None, raising=False)
+    monkeypatch.setattr(module, "find_snapshot", lambda *_: None, raising=False)
     for name in ("barrier", "broadcast_object_list"):
         monkeypatch.setattr(dist, name, lambda *_: None)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
@@ -929,8 +972,6 @@ def test_a_rank_of_three_gets_its_shares_its_seed_and_its_smallest_batch(
     monkeypatch.setattr(module, "set_seed", lambda *given: seeds.append(given))
     monkeypatch.setattr(module, "check_batch_norm", lambda _, count, __: smallest.append(count))
     monkeypatch.setattr(module, "Trainer", lambda *given: made(seen, *given))
-    if script == "ddp_torchrun.py":  # it takes what rank 0 sends
-        monkeypatch.setattr(dist, "broadcast_object_list", lambda box: box.__setitem__(1, {}))
     with pytest.raises(Made):
         module.main(*((1, 3, "store", *data, None, args) if script == SCRIPTS[2] else (args, None)))
     assert seeds == [(7,), (7, 1)]  # the same weights, and draws of its own
@@ -1150,17 +1191,21 @@ def test_whoever_cannot_join_says_for_whom_it_waits(parse, monkeypatch, capsys):
 
     monkeypatch.setattr(socket, "create_connection", refuse)
     for method, line, end in (
-        ("tcp://10.0.0.1:1000", "rank 0 at tcp://10.0.0.1:1000 (refused)", "is rank 0 started"),
+        (
+            "tcp://10.0.0.1:1000",
+            "rank 0 at tcp://10.0.0.1:1000 (refused; is it started,",
+            "is it started",
+        ),
         (f"file://{os.getcwd()}/store", "rank 0, rank 2", "missing after 60 s: rank 0, rank 2"),
     ):
         options = ("--init-method", method, "--rank", 1, "--world-size", 3, "--timeout", 60)
         module, args = parse("multinode.py", *options)
         start = now[0]
         with pytest.raises(ValueError, match=end):
-            module.join(args, "10.0.0.2")
+            module.join(args)
         assert 60 < now[0] - start <= 70
         text = capsys.readouterr().out
-        assert text.count(f"[rank 1] still waiting for {line}\n") in (4, 5), text
+        assert text.count(f"[rank 1] still waiting for {line}") in (4, 5), text
 
 
 # --- what is printed: the figures -----------------------------------------------------------------
@@ -1291,12 +1336,13 @@ def test_an_epochs_first_line_names_the_device_and_the_rank(make, monkeypatch, c
     trainer.rank, bars = 1 if script in SCRIPTS[2:] else 0, []
     monkeypatch.setattr(module, "log", lambda line, **_: print(line))
     monkeypatch.setattr(module, "tqdm", lambda *_, disable, **__: bars.append(disable) or Bar())
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     capsys.readouterr()
     for type, name in (("cuda", "GPU"), ("xpu", "XPU")):
         trainer.device, trainer.samples_seen = torch.device(type), 40  # no steps
         trainer._run_epoch(3)
         line = f"[{name}{trainer.rank}] Epoch 3 | Batchsize: 8 | Steps: 0\n"
-        assert capsys.readouterr().out == line and bars.pop() == (True if trainer.rank else None)
+        assert capsys.readouterr().out == line and bars.pop() == bool(trainer.rank)
 
 
 class Bar(list):
@@ -1318,10 +1364,8 @@ def test_the_line_of_a_rank(parse, monkeypatch, capsys, script):
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
     monkeypatch.setattr(module, "join", lambda *_: None, raising=False)
-    monkeypatch.setattr(module, "own_address", lambda _: "10.0.0.7", raising=False)
     module.ddp_setup(*((1, 2, "store") if script == "ddp_spawn.py" else ()), args)
-    host = "thathost at 10.0.0.7" if script == "multinode.py" else "thathost"
-    line = f"[rank 1 of 2] host {host} | device cuda:1 | backend nccl | threads 4\n"
+    line = "[rank 1 of 2] host thathost | device cuda:1 | backend nccl | threads 4\n"
     assert capsys.readouterr().out == line
 
 

@@ -63,7 +63,7 @@ def test_a_restart_never_picks_up_an_earlier_runs_snapshot(run, start, tmp_path,
 def test_killed_at_a_random_moment(start, tmp_path, whole, seed):
     options, _, expected = whole((TORCHRUN.format(2),))
     draw = random.Random(seed)
-    rank, seconds = draw.randrange(2), draw.uniform(0, 8)
+    rank, seconds = draw.randrange(2), draw.uniform(0, 4)
     print(f"seed {seed}: kill rank {rank} after {seconds:.2f} s")
     job = start(RESTARTS, *options, **SHARED_STORE_OFF)
     end = time.monotonic() + seconds
