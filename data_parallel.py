@@ -327,8 +327,8 @@ def open_snapshot(args: argparse.Namespace) -> dict | None:
 
 
 def cannot_resume(args: argparse.Namespace, error: Exception) -> NoReturn:
-    reason = f"{type(error).__name__}: {error}".splitlines()[0]
     path = args.snapshot_path
+    reason = f"{type(error).__name__}: {error}".splitlines()[0]
     sys.exit(f"error: cannot resume from {path} ({reason}): name another --snapshot-path")
 
 
@@ -356,13 +356,7 @@ def parse_args() -> argparse.Namespace:
     add = job.add_argument
     add("total_epochs", nargs="?", type=at_least(1), default=5, help="how many epochs to train")
     add("save_every", nargs="?", type=at_least(1), default=1, help="how often to save a snapshot")
-    add(
-        "--batch-size",
-        "--batch_size",
-        type=at_least(1),
-        default=32,
-        help="per step, over all devices",
-    )
+    add("--batch-size", "--batch_size", type=at_least(1), default=32, help="per step, all of it")
     add("--test-batch-size", type=at_least(1), default=1000, help="the same in evaluation")
     add("--lr", type=at_least(0.0), default=0.01, help="learning rate of SGD")
     add("--momentum", type=at_least(0.0), default=0.9, help="momentum of SGD")

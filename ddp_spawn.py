@@ -284,10 +284,10 @@ def ddp_setup(rank: int, world_size: int, store: str, args: argparse.Namespace) 
         use_deterministic_kernels()
     if "OMP_NUM_THREADS" not in os.environ:  # or else every process takes all cores
         torch.set_num_threads(max(1, torch.get_num_threads() // world_size))
-    device, device_id = torch.device("cpu"), None
+    device = torch.device("cpu")
     if args.device != "cpu":
         index = rank % torch.accelerator.device_count()
-        device = device_id = torch.device(args.device, index)
+        device = torch.device(args.device, index)
         torch.accelerator.set_device_index(device.index)
     loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
     if loopback:  # these processes need no network
@@ -299,7 +299,7 @@ def ddp_setup(rank: int, world_size: int, store: str, args: argparse.Namespace) 
         rank=rank,
         world_size=world_size,
         timeout=datetime.timedelta(seconds=args.timeout),
-        device_id=device_id,
+        device_id=None if device.type == "cpu" else device,
     )
     line = f"[rank {rank} of {world_size}] host {socket.gethostname()} | device {device}"
     line += f" | backend {dist.get_backend()} | threads {torch.get_num_threads()}"
@@ -346,8 +346,7 @@ def main(
     args: argparse.Namespace,
 ) -> None:
     device = ddp_setup(rank, world_size, store, args)
-    # Rank 0 alone reads the snapshot, and sends it.
-    box = [None]
+    box = [None]  # rank 0 alone reads the snapshot, and broadcasts it
     if args.resume and rank == 0:
         box = [torch.load(args.snapshot_path, map_location="cpu", weights_only=True)]
     dist.broadcast_object_list(box)
@@ -369,9 +368,6 @@ def main(
     dist.destroy_process_group()
     # After a stop the shells' number for a signal: not done yet.
     leave(128 + trainer.stopped if trainer.stopped else 0)
-
-
-# --- plumbing ---
 
 
 def spawn(args: argparse.Namespace, stop: torch.Tensor) -> None:
@@ -397,6 +393,9 @@ def spawn(args: argparse.Namespace, stop: torch.Tensor) -> None:
             if "shared memory" not in str(error):
                 raise
             sys.exit(f"error: {error}: give it more, for example with docker run --shm-size=1g")
+
+
+# --- plumbing ---
 
 
 def start_and_wait(objs: tuple, args: argparse.Namespace, stop: torch.Tensor) -> None:
@@ -495,8 +494,8 @@ def open_snapshot(args: argparse.Namespace) -> dict | None:
 
 
 def cannot_resume(args: argparse.Namespace, error: Exception) -> NoReturn:
-    reason = f"{type(error).__name__}: {error}".splitlines()[0]
     path = args.snapshot_path
+    reason = f"{type(error).__name__}: {error}".splitlines()[0]
     sys.exit(f"error: cannot resume from {path} ({reason}): name another --snapshot-path")
 
 
@@ -544,7 +543,7 @@ def parse_args() -> argparse.Namespace:
     add("--log-dir", help="folder for TensorBoard's event files")
     add("--no-progress", action="store_true", help="no progress bar")
     add("--num-workers", type=at_least(0), default=0, help="loader processes; 4 for files, say")
-    add("--nproc-per-node", type=at_least(1), help="processes; default: one per device, 2 on a CPU")
+    add("--nproc-per-node", type=at_least(1), help="default: one per device, 2 on a CPU")
     add("--backend", default="auto", help="nccl, gloo ...; auto: what suits the device")
     add("--timeout", type=at_least(1), default=600, help="seconds that a collective may take")
     args = parser.parse_args()

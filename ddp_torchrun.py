@@ -308,10 +308,10 @@ def ddp_setup(args: argparse.Namespace) -> torch.device:
         use_deterministic_kernels()
     if "OMP_NUM_THREADS" not in os.environ:  # or else every process takes all cores
         torch.set_num_threads(max(1, torch.get_num_threads() // args.local_world_size))
-    device, device_id = torch.device("cpu"), None
+    device = torch.device("cpu")
     if args.device != "cpu":
         index = args.local_rank % torch.accelerator.device_count()
-        device = device_id = torch.device(args.device, index)
+        device = torch.device(args.device, index)
         torch.accelerator.set_device_index(device.index)
     loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
     if args.world_size > args.local_world_size:
@@ -326,7 +326,7 @@ def ddp_setup(args: argparse.Namespace) -> torch.device:
         rank=args.rank,
         world_size=args.world_size,
         timeout=datetime.timedelta(seconds=args.timeout),
-        device_id=device_id,
+        device_id=None if device.type == "cpu" else device,
     )
     line = f"[rank {args.rank} of {args.world_size}] host {socket.gethostname()} | device {device}"
     line += f" | backend {dist.get_backend()} | threads {torch.get_num_threads()}"
@@ -510,9 +510,9 @@ def names_of_run(args: argparse.Namespace) -> list[str]:
 
 
 def find_snapshot(args: argparse.Namespace) -> dict | None:
-    # Read by the first process of each node: after a restart rank 0 may be on another node than the
-    # one that saved, and the furthest snapshot of this run counts. --resume without one takes the
-    # snapshot that rank 0 has. The others get it, and the settings that it came with.
+    # The first process of each node looks: after a restart rank 0 may be on another node than when
+    # it saved. This run's furthest snapshot counts; where there is none, --resume takes rank 0's.
+    # Whoever has it broadcasts it, with the settings that this run has kept.
     args.run = names_of_run(args)
     snapshot = open_snapshot(args) if args.local_rank == 0 else None
     found = (False, -1, 0)
@@ -561,8 +561,8 @@ def open_snapshot(args: argparse.Namespace) -> dict | None:
 
 
 def cannot_resume(args: argparse.Namespace, error: Exception) -> NoReturn:
-    reason = f"{type(error).__name__}: {error}".splitlines()[0]
     path = args.snapshot_path
+    reason = f"{type(error).__name__}: {error}".splitlines()[0]
     sys.exit(f"error: cannot resume from {path} ({reason}): name another --snapshot-path")
 
 

@@ -316,9 +316,9 @@ def ddp_setup(args: argparse.Namespace) -> torch.device:
         store = join(args)
         if "OMP_NUM_THREADS" not in os.environ:  # or else every process takes all cores
             torch.set_num_threads(max(1, torch.get_num_threads() // args.local_world_size))
-        device, device_id = torch.device("cpu"), None
+        device = torch.device("cpu")
         if args.device != "cpu":
-            device = device_id = choose_device(args)
+            device = choose_device(args)
             torch.accelerator.set_device_index(device.index)
         loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
         if loopback and args.world_size == args.local_world_size:  # one node needs no network
@@ -330,7 +330,7 @@ def ddp_setup(args: argparse.Namespace) -> torch.device:
             rank=args.rank,
             world_size=args.world_size,
             timeout=datetime.timedelta(seconds=args.timeout),
-            device_id=device_id,
+            device_id=None if device.type == "cpu" else device,
         )
     except (OSError, RuntimeError, ValueError) as error:
         who = f"rank {args.rank} of {args.world_size}"
@@ -519,7 +519,8 @@ def main(args: argparse.Namespace, stop: torch.Tensor) -> None:
 
 def check(trainer: Trainer) -> None:
     # Does an all-reduce add up, how long does it take, and what does that make of a step?
-    world_size, device = trainer.world_size, trainer.device
+    world_size = trainer.world_size
+    device = trainer.device
     trainer.model.train()
     source, targets = next(iter(trainer.train_data))
     source = source.to(device, non_blocking=trainer.pinned)  # load your inputs
@@ -543,10 +544,13 @@ def check(trainer: Trainer) -> None:
         row[1] = time.perf_counter() - start
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)  # a step waits for the slowest rank
     rows = seconds[1:].tolist()  # the first one warms up
-    compute, reduce = map(statistics.median, zip(*rows, strict=True))
-    size, steps = count * gradient.element_size(), len(trainer.train_data)
+    compute = statistics.median(row[0] for row in rows)
+    reduce = statistics.median(row[1] for row in rows)
+    size = count * gradient.element_size()
     sent = 2 * (world_size - 1) / world_size * size / reduce / 1e9  # by each rank, in a ring
-    share, epoch = reduce / (compute + reduce), steps * (compute + reduce)
+    share = reduce / (compute + reduce)
+    steps = len(trainer.train_data)
+    epoch = steps * (compute + reduce)
     log(f"All-reduce | {size / 1e6:.2f} MB | {reduce * 1e3:.2f} ms | {sent:.4f} GB/s")
     log(f"Step | {compute * 1e3:.2f} ms to compute, {share:.0%} of the step for the all-reduce")
     log(f"Epoch | {steps} steps | about {epoch:.1f} s")
@@ -571,7 +575,7 @@ def run(args: argparse.Namespace, stop: torch.Tensor) -> None:
 
 
 def run_rank(local_rank: int, args: argparse.Namespace, stop: torch.Tensor) -> None:
-    args.local_rank, args.rank = local_rank, args.rank + local_rank
+    args.rank += local_rank
     run(args, stop)
 
 
@@ -660,7 +664,7 @@ def waiting_for(whom: str) -> Iterator[None]:
 
 
 def find_snapshot(args: argparse.Namespace) -> dict | None:
-    # Rank 0 alone reads it. The others get it, and the settings that it came with.
+    # Rank 0 alone reads it, and broadcasts it with the settings that this run has kept.
     box = [None, None]
     if args.rank == 0:
         box = [open_snapshot(args), {name: getattr(args, name) for name in args.kept}]
@@ -694,8 +698,8 @@ def open_snapshot(args: argparse.Namespace) -> dict | None:
 
 
 def cannot_resume(args: argparse.Namespace, error: Exception) -> NoReturn:
-    reason = f"{type(error).__name__}: {error}".splitlines()[0]
     path = args.snapshot_path
+    reason = f"{type(error).__name__}: {error}".splitlines()[0]
     sys.exit(f"error: cannot resume from {path} ({reason}): name another --snapshot-path")
 
 
@@ -727,7 +731,7 @@ def find_ranks(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
         args.rank = args.node_rank * args.nproc_per_node
         args.world_size = args.nnodes * args.nproc_per_node
     if (args.init_method, args.rank, args.world_size) == (None, None, None):
-        args.rank, args.world_size, args.local_rank, args.local_world_size = 0, 1, 0, 1
+        vars(args).update(rank=0, world_size=1, local_rank=0, local_world_size=1)
         return
     if args.rank is None or args.world_size is None:
         parser.error("--rank and --world-size, or RANK and WORLD_SIZE, go with --init-method")
@@ -784,11 +788,7 @@ def parse_args() -> argparse.Namespace:
     add("--num-workers", type=at_least(0), default=0, help="loader processes; 4 for files, say")
     add("--compile", action="store_true", help="torch.compile: slow to start, then faster")
     add("--sync-bn", action="store_true", help="BatchNorm over all ranks; not on a CPU")
-    add(
-        "--nproc-per-node",
-        type=at_least(1),
-        help="with --nnodes; default: one per device, 2 on a CPU",
-    )
+    add("--nproc-per-node", type=at_least(1), help="default: one per device, 2 on a CPU")
     add("--init-method", help="tcp://node-of-rank-0:port, file:///shared/new_file, or env://")
     rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     add("--rank", type=at_least(0), default=rank, help="this process's number, from 0")

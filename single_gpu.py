@@ -316,8 +316,8 @@ def open_snapshot(args: argparse.Namespace) -> dict | None:
 
 
 def cannot_resume(args: argparse.Namespace, error: Exception) -> NoReturn:
-    reason = f"{type(error).__name__}: {error}".splitlines()[0]
     path = args.snapshot_path
+    reason = f"{type(error).__name__}: {error}".splitlines()[0]
     sys.exit(f"error: cannot resume from {path} ({reason}): name another --snapshot-path")
 
 

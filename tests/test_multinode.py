@@ -183,7 +183,7 @@ USAGE = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "env", "message"), USAGE)
+@pytest.mark.parametrize(("arguments", "env", "message"), USAGE, ids=[row[2] for row in USAGE])
 def test_usage(refuse, monkeypatch, arguments, env, message):
     env = {name: str(value) for name, value in env.items()}
     monkeypatch.setattr(os, "environ", {**os.environ, **env})

@@ -118,6 +118,24 @@ def test_schedules_and_groups_go_on_unless_the_command_line_overrules_them(
 
 
 @every_script
+def test_a_schedule_goes_on_where_another_option_is_overruled(make, parse, monkeypatch, script):
+    """It is restored, not stepped anew: no optimizer has epochs, and AdamW has no momentum."""
+    module, _ = parse(script)
+    with_schedule(module, monkeypatch, torch.optim.AdamW)
+    _, trainer = make(script, "--model", "mlp")
+    trainer.epoch = 2
+    trainer._save_snapshot()
+    steps, step = [], torch.optim.lr_scheduler.LambdaLR.step
+    monkeypatch.setattr(
+        torch.optim.lr_scheduler.LambdaLR, "step", lambda self: steps.append(1) or step(self)
+    )
+    make(script, "--model", "mlp")
+    as_ever = len(steps)  # torch's own, in the constructor
+    make(script, 9, "--model", "mlp", "--momentum", 0.5, "--resume")
+    assert len(steps) == 2 * as_ever
+
+
+@every_script
 def test_an_optimizer_that_does_not_fit_is_refused(make, parse, monkeypatch, script):
     make(script, "--model", "mlp")[1]._save_snapshot()
     module, _ = parse(script)

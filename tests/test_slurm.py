@@ -1,4 +1,4 @@
-"""slurm/multinode.sbatch and srun on a real Slurm with two nodes: see hosts.py."""
+"""slurm/ddp_torchrun.sbatch and srun on a real Slurm with two nodes: see hosts.py."""
 
 import os
 import re
@@ -27,7 +27,8 @@ class Project:
 
     def __init__(self, folder: Path, slurm: Slurm) -> None:
         self.folder, self.slurm = folder, slurm
-        shutil.copy(ROOT / "multinode.py", folder)
+        for script in ("ddp_torchrun.py", "multinode.py"):
+            shutil.copy(ROOT / script, folder)
         for name in ("common", "slurm"):
             shutil.copytree(ROOT / name, folder / name)
         data = ("--dataset", "fashion-mnist", "--data-dir", idx_files(folder / "data", 4_000, 10))
@@ -37,7 +38,7 @@ class Project:
 
     def sbatch(self, *arguments: object, **env: object) -> int:
         options = ("--cpus-per-task=2", f"--chdir={self.folder}", f"--output={self.folder}/%j.out")
-        script = self.folder / "slurm" / "multinode.sbatch"
+        script = self.folder / "slurm" / "ddp_torchrun.sbatch"
         return self.slurm.sbatch(
             script, *options, arguments=map(str, arguments), env={**self.env, **env}
         )
@@ -74,7 +75,7 @@ def test_the_batch_script_trains(project, whole):
     assert [line["epoch"] for line in epochs(text)] == list(range(EPOCHS))
     for rank in range(4):
         name = project.slurm.hosts.name(0) + "|" + project.slurm.hosts.name(1)
-        assert re.search(rf"^\[rank {rank} of 4\] host ({name}) at 10\.77\.", text, re.M)
+        assert re.search(rf"^\[rank {rank} of 4\] host ({name}) \| device cpu", text, re.M)
     assert text.count("Steps: 167\n") == 4 * EPOCHS  # 4,000 samples over 4 x 6
     assert project.slurm.exit_code(job) == 0
 
@@ -116,7 +117,7 @@ def test_a_node_with_fewer_cpus_than_processes(tmp_path, cpus, threads, complain
     job = {"SLURM_JOB_ID": 7, "SLURM_JOB_NODELIST": "[a-b]", "SLURM_JOB_NUM_NODES": 2}
     job |= {"SLURM_GPUS_ON_NODE": 8, "SLURM_CPUS_PER_TASK": cpus}
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"} | {k: str(v) for k, v in job.items()}
-    script = ["bash", str(ROOT / "slurm" / "multinode.sbatch"), "50"]
+    script = ["bash", str(ROOT / "slurm" / "ddp_torchrun.sbatch"), "50"]
     done = subprocess.run(script, env=env, capture_output=True, text=True, check=True)
     assert done.stdout.startswith(f"{threads} ") and "--nproc_per_node=8" in done.stdout
     line = f"{cpus} CPUs a node for 8 processes: raise --cpus-per-task\n"
@@ -131,14 +132,18 @@ def test_a_worker_that_fails_fails_the_job(project):
 
 
 def test_srun_without_torchrun(project, tmp_path):
-    """Ranks from Slurm's variables; the same job as on one device."""
+    """docs/multinode.md's line, ranks from Slurm's variables: the same job as on one device."""
+    page = (ROOT / "docs" / "multinode.md").read_text()
+    (line,) = re.findall(r"^srun .* bash -c '\n(.*?)'$", page, re.M | re.S)
     options = (1, *project.options, "--snapshot-path")
     env = {**project.env, "LADDER_DTYPE": "float64", "OMP_NUM_THREADS": ""}
     arguments = (*options, tmp_path / "two.pt", "--batch-size", 32)
-    srun = ["srun", "--nodes=2", "--ntasks=2", "--cpus-per-task=1"]
-    python = [sys.executable, project.folder / "multinode.py", *arguments]
+    srun = ["srun", "--nodes=2", "--ntasks=2", "--cpus-per-task=1", f"--chdir={project.folder}"]
+    python = " ".join(map(str, ("python multinode.py", *arguments)))
+    bash = ["bash", "-c", line.replace("python multinode.py 50 10", python)]
+    assert python in bash[2]
     done = subprocess.run(
-        project.slurm.command([*srun, *python], env), capture_output=True, text=True, timeout=120
+        project.slurm.command([*srun, *bash], env), capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(2):
