@@ -70,7 +70,7 @@ class Trainer:
         set_seed(args.seed, devices=self.devices)  # from here on each device draws its own
         self.train_data = train_data
         self.test_data = test_data
-        self.pinned = train_data.pin_memory  # a copy from other memory must be waited for
+        self.pinned = train_data.pin_memory  # only copies from pinned memory may overlap the work
         self.optimizer = optimizer
         self.schedule = schedule
         self.epoch = 0  # the epoch in progress
@@ -99,7 +99,7 @@ class Trainer:
 
     def _run_epoch(self, epoch: int) -> None:
         self.train_data.sampler.set_epoch(epoch, self.samples_seen)
-        self.train_data.generator.manual_seed(torch.initial_seed() + epoch)  # for its workers
+        self.train_data.generator.manual_seed(torch.initial_seed() + epoch)  # its workers' seeds
         name = self.device.type.upper().replace("CUDA", "GPU")
         b_sz = self.args.batch_size
         line = f"Epoch {epoch} | Batchsize: {b_sz} | Steps: {len(self.train_data)}"
@@ -178,11 +178,11 @@ class Trainer:
             "model": self.model.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
-            "scaler": {},
+            "scaler": {},  # ddp_torchrun.py has one; each script reads all snapshots
             "epoch": self.epoch,
             "samples_seen": self.samples_seen,
             "loss_sum": self.loss_sum.item(),
-            "rng_states": [get_rng_state(*self.devices)],  # of each rank
+            "rng_states": [get_rng_state(*self.devices)],  # one for each process
             "settings": vars(self.args),
         }
         # First to another file: whatever happens here, the snapshot before stays whole.
@@ -200,10 +200,11 @@ class Trainer:
 
     def _load_snapshot(self, snapshot: dict) -> None:
         try:
-            # Another --lr or --momentum than the snapshot's: as if the run had begun with it.
+            # With another --lr or --momentum than the snapshot's, the new values must not be
+            # overwritten: keep them, and bring the new schedule to the snapshot's epoch.
             then = snapshot["settings"]
-            own = [name for name in self.optimizer.defaults if name in self.args.kept]
-            if any(getattr(self.args, name) != then.get(name) for name in own):
+            changeable = [name for name in self.optimizer.defaults if name in self.args.kept]
+            if any(getattr(self.args, name) != then.get(name) for name in changeable):
                 with warnings.catch_warnings(action="ignore"):  # no optimizer.step() between them
                     for _ in range(snapshot["epoch"]):
                         self.schedule.step()
@@ -265,9 +266,11 @@ def main(args: argparse.Namespace, stop: torch.Tensor) -> None:
     train_sampler = ShardedBatchSampler(
         train_set, args.batch_size, num_replicas=1, rank=0, seed=args.seed
     )
-    sizes, count = train_sampler.sizes(), torch.accelerator.device_count()
-    chunks = [torch.empty(size).chunk(max(1, count))[-1] for size in (sizes[0], sizes[-1])]
-    check_batch_norm(model, min(map(len, chunks)), train_set)
+    # DataParallel splits a batch with chunk(), whose last part is the smallest.
+    sizes = train_sampler.sizes()
+    devices = max(1, torch.accelerator.device_count())
+    last_chunks = [len(torch.empty(size).chunk(devices)[-1]) for size in (sizes[0], sizes[-1])]
+    check_batch_norm(model, min(last_chunks), train_set)
     test_sampler = BatchSampler(range(len(test_set)), args.test_batch_size, drop_last=False)
     train_data = prepare_dataloader(train_set, train_sampler, device, args.num_workers)
     test_data = prepare_dataloader(test_set, test_sampler, device, args.num_workers)
@@ -284,8 +287,8 @@ def main(args: argparse.Namespace, stop: torch.Tensor) -> None:
 
 
 def catch_stop_signals(stop: torch.Tensor) -> None:
-    # The handler only leaves the signal's number: the step in progress is finished first. `stop` is
-    # a tensor, not an int, because mp.spawn can share its memory between processes.
+    # The handler only stores the signal's number: the loop looks at it after each step. `stop` is a
+    # tensor so that the processes of ddp_spawn.py and of multinode.py can share it.
     def on_signal(signum: int, frame: object) -> None:
         stop.fill_(signum)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C
@@ -294,7 +297,7 @@ def catch_stop_signals(stop: torch.Tensor) -> None:
     signal.signal(signal.SIGTERM, on_signal)
 
 
-tqdm.set_lock(threading.RLock())  # its default, a semaphore, outlives a killed process
+tqdm.set_lock(threading.RLock())  # tqdm's own leaks a semaphore where a process is killed
 
 
 def log(line: str) -> None:
@@ -328,7 +331,7 @@ def open_snapshot(args: argparse.Namespace) -> dict | None:
 
 def cannot_resume(args: argparse.Namespace, error: Exception) -> NoReturn:
     path = args.snapshot_path
-    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     sys.exit(f"error: cannot resume from {path} ({reason}): name another --snapshot-path")
 
 
@@ -378,7 +381,8 @@ def parse_args() -> argparse.Namespace:
     add("--num-workers", type=at_least(0), default=0, help="loader processes; 4 for files, say")
     args = parser.parse_args()
     args.kept = [*vars(job.parse_args([]))]
-    parser.set_defaults(**dict.fromkeys(vars(args)))  # all None: what is not None was given
+    # Parsed again with None for every default: what is not None now was given.
+    parser.set_defaults(**dict.fromkeys(vars(args)))
     args.given = [name for name, value in vars(parser.parse_args()).items() if value is not None]
     args.model = args.model or DEFAULT_MODEL[args.dataset]
     args.device = devices[0] if args.device == "auto" else args.device

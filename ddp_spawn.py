@@ -78,7 +78,7 @@ class Trainer:
         )
         self.train_data = train_data
         self.test_data = test_data
-        self.pinned = train_data.pin_memory  # a copy from other memory must be waited for
+        self.pinned = train_data.pin_memory  # only copies from pinned memory may overlap the work
         self.optimizer = optimizer
         self.schedule = schedule
         self.epoch = 0  # the epoch in progress
@@ -109,7 +109,7 @@ class Trainer:
 
     def _run_epoch(self, epoch: int) -> None:
         self.train_data.sampler.set_epoch(epoch, self.samples_seen)
-        self.train_data.generator.manual_seed(torch.initial_seed() + epoch)  # for its workers
+        self.train_data.generator.manual_seed(torch.initial_seed() + epoch)  # its workers' seeds
         name = self.device.type.upper().replace("CUDA", "GPU")
         b_sz = self.args.batch_size
         line = f"Epoch {epoch} | Batchsize: {b_sz} | Steps: {len(self.train_data)}"
@@ -201,7 +201,7 @@ class Trainer:
             "model": self.model.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
-            "scaler": {},
+            "scaler": {},  # ddp_torchrun.py has one; each script reads all snapshots
             "epoch": self.epoch,
             "samples_seen": self.samples_seen,
             "loss_sum": loss_sum.item(),
@@ -226,10 +226,11 @@ class Trainer:
         if self.rank > 0:
             dist.barrier()  # until rank 0 has loaded it, or has said, once, why it does not fit
         try:
-            # Another --lr or --momentum than the snapshot's: as if the run had begun with it.
+            # With another --lr or --momentum than the snapshot's, the new values must not be
+            # overwritten: keep them, and bring the new schedule to the snapshot's epoch.
             then = snapshot["settings"]
-            own = [name for name in self.optimizer.defaults if name in self.args.kept]
-            if any(getattr(self.args, name) != then.get(name) for name in own):
+            changeable = [name for name in self.optimizer.defaults if name in self.args.kept]
+            if any(getattr(self.args, name) != then.get(name) for name in changeable):
                 with warnings.catch_warnings(action="ignore"):  # no optimizer.step() between them
                     for _ in range(snapshot["epoch"]):
                         self.schedule.step()
@@ -250,9 +251,10 @@ class Trainer:
         log(f"Resuming training from snapshot at Epoch {self.epoch}, sample {self.samples_seen}")
 
     def _settle_buckets(self) -> None:
-        # DDP rearranges its buckets of gradients after the first backward pass, and with them the
-        # order of summation. Get that over with, or a resumed run would round differently. It needs
-        # some output that all parameters have a part in: here their sum, in place of the model's.
+        # After the first backward pass DDP regroups the gradients into other buckets, which changes
+        # the rounding. In a resumed run that would come at another step: so it is done here, with
+        # one backward pass in advance. Python's sum() stands in for the model's forward(), so that
+        # every parameter has a gradient whatever the model's inputs are.
         model = self.model.module
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         model.forward = sum
@@ -260,14 +262,14 @@ class Trainer:
         del model.forward  # this instance's: the class's own is in force again
 
     def _stop_agreed(self, step: int) -> int:
-        # All ranks must leave the loop after the same step: one that left alone would be waited for
-        # in an all-reduce. So they share what each has heard, and the largest number counts. That
-        # costs a round trip: where a step takes less than a second, it is done at every tenth.
+        # If one rank left the loop alone, the others would hang in the next all-reduce. So all say
+        # which signal they have heard, if any, and the largest number counts. This costs a round
+        # trip: while steps take less than a second, it is done at every tenth only.
         if step % self.ask_every > 0 and step < len(self.train_data):
             return 0
         orphaned = not mp.parent_process().is_alive()
         heard = signal.SIGTERM if orphaned else self.stop.item()
-        slow = time.perf_counter() - self.asked > self.ask_every
+        slow = time.perf_counter() - self.asked > self.ask_every  # by the second per step
         answer = torch.tensor([heard, slow], device=self.device)
         dist.all_reduce(answer, op=dist.ReduceOp.MAX)
         heard, slow = answer.tolist()
@@ -346,11 +348,11 @@ def main(
     args: argparse.Namespace,
 ) -> None:
     device = ddp_setup(rank, world_size, store, args)
-    box = [None]  # rank 0 alone reads the snapshot, and broadcasts it
-    if args.resume and rank == 0:
-        box = [torch.load(args.snapshot_path, map_location="cpu", weights_only=True)]
-    dist.broadcast_object_list(box)
-    snapshot = box[0]
+    message = [None]
+    if args.resume and rank == 0:  # rank 0 alone reads the snapshot, and broadcasts it
+        message = [torch.load(args.snapshot_path, map_location="cpu", weights_only=True)]
+    dist.broadcast_object_list(message, src=0)
+    snapshot = message[0]
     model, optimizer, schedule = load_train_objs(args, train_set, device)
     set_seed(args.seed, rank)  # from here on each rank draws its own
     train_sampler = ShardedBatchSampler(
@@ -372,12 +374,12 @@ def main(
 
 def spawn(args: argparse.Namespace, stop: torch.Tensor) -> None:
     catch_stop_signals(stop)
-    if open_snapshot(args) is None:  # rank 0 opens it again: shared memory may be too small for it
+    if open_snapshot(args) is None:  # here for its settings; rank 0 reads it again, to broadcast it
         args.resume = False
     line = "total_epochs: {total_epochs}, save_every: {save_every}, batch_size: {batch_size}"
     log(line.format(**vars(args)))
     train_set, test_set = load_dataset(args.dataset, args.data_dir)  # load your dataset
-    model = build_model(args.model, train_set[0][0].shape)  # load your model: errors come once
+    model = build_model(args.model, train_set[0][0].shape)  # load your model: here to check it once
     sampler = ShardedBatchSampler(
         train_set, args.batch_size, num_replicas=args.nproc_per_node, rank=0, seed=args.seed
     )
@@ -398,36 +400,38 @@ def spawn(args: argparse.Namespace, stop: torch.Tensor) -> None:
 # --- plumbing ---
 
 
+PATIENCE = 25  # seconds that ranks have to save after a request to stop; torchrun gives 30
+
+
 def start_and_wait(objs: tuple, args: argparse.Namespace, stop: torch.Tensor) -> None:
     processes = []
     try:
-        # The ranks inherit this: Ctrl-C does nothing to them until they have handlers of their own.
+        # Ranks inherit this: else Ctrl-C would end them with tracebacks while they start.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         context = mp.spawn(main, objs, args.nproc_per_node, join=False)
         processes = context.processes
         catch_stop_signals(stop)
-        seconds = 0  # since a stop was asked for
+        waited = 0  # seconds, since a stop was asked for
         while not context.join(timeout=1, grace_period=5):
             if stop.item():
-                seconds += 1
-            if seconds > PATIENCE:
+                waited += 1
+            if waited > PATIENCE:
                 log("error: not all ranks stopped: --resume goes on from the last snapshot")
                 sys.exit(128 + stop.item())
     except mp.ProcessExitedException as error:
         if error.exit_code > 0:  # that rank has said why
             sys.exit(error.exit_code)
+        if stop.item():  # it had not begun to train
+            sys.exit(128 + stop.item())
         sys.exit(f"error: {error}: --resume goes on from the last snapshot")
     finally:
         for process in processes:
             process.kill()
 
 
-PATIENCE = 25  # seconds that ranks have to save after a request to stop; torchrun gives 30
-
-
 def catch_stop_signals(stop: torch.Tensor) -> None:
-    # The handler only leaves the signal's number: the step in progress is finished first. `stop` is
-    # a tensor, not an int, because mp.spawn can share its memory between processes.
+    # The handler only stores the signal's number: the loop looks at it after each step. `stop` is a
+    # tensor so that the processes of ddp_spawn.py and of multinode.py can share it.
     def on_signal(signum: int, frame: object) -> None:
         stop.fill_(signum)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C
@@ -438,15 +442,15 @@ def catch_stop_signals(stop: torch.Tensor) -> None:
 
 def leave(status: int) -> None:
     # Not sys.exit: with torch 2.9, gloo's threads abort or block about one process in 300 while the
-    # interpreter shuts down. What it would do is done here: wait for threads, and run what has been
-    # registered with atexit, as experiment trackers do.
+    # interpreter shuts down. What sys.exit would do first is done here: wait for threads, and run
+    # what experiment trackers and others have registered with atexit.
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()
     os._exit(status)
 
 
-tqdm.set_lock(threading.RLock())  # its default, a semaphore, outlives a killed process
+tqdm.set_lock(threading.RLock())  # tqdm's own leaks a semaphore where a process is killed
 
 
 def log(line: str, every_rank: bool = False) -> None:
@@ -495,7 +499,7 @@ def open_snapshot(args: argparse.Namespace) -> dict | None:
 
 def cannot_resume(args: argparse.Namespace, error: Exception) -> NoReturn:
     path = args.snapshot_path
-    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     sys.exit(f"error: cannot resume from {path} ({reason}): name another --snapshot-path")
 
 
@@ -548,7 +552,8 @@ def parse_args() -> argparse.Namespace:
     add("--timeout", type=at_least(1), default=600, help="seconds that a collective may take")
     args = parser.parse_args()
     args.kept = [*vars(job.parse_args([]))]
-    parser.set_defaults(**dict.fromkeys(vars(args)))  # all None: what is not None was given
+    # Parsed again with None for every default: what is not None now was given.
+    parser.set_defaults(**dict.fromkeys(vars(args)))
     args.given = [name for name, value in vars(parser.parse_args()).items() if value is not None]
     args.model = args.model or DEFAULT_MODEL[args.dataset]
     args.device = devices[0] if args.device == "auto" else args.device

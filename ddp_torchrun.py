@@ -55,6 +55,8 @@ from common.data import (
 from common.model import DEFAULT_MODEL, MODELS, build_model, check_batch_norm
 from common.seed import get_rng_state, set_rng_state, set_seed, use_deterministic_kernels
 
+LAUNCHER = os.getppid()  # torchrun; another parent, later on, means that it was killed
+
 
 class Trainer:
     def __init__(
@@ -85,7 +87,7 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
         self.train_data = train_data
         self.test_data = test_data
-        self.pinned = train_data.pin_memory  # a copy from other memory must be waited for
+        self.pinned = train_data.pin_memory  # only copies from pinned memory may overlap the work
         self.optimizer = optimizer
         self.schedule = schedule
         self.epoch = 0  # the epoch in progress
@@ -108,14 +110,14 @@ class Trainer:
     def _run_batch(self, source: torch.Tensor, targets: torch.Tensor, count: int) -> torch.Tensor:
         self.optimizer.zero_grad()
         loss_sum = torch.zeros((), device=self.device)
-        parts = self.args.accumulate  # micro-batches: as many on every rank, however uneven
+        parts = self.args.accumulate  # on every rank, or they would wait for each other
         sources = source.tensor_split(parts)  # load your inputs
         micro_batches = zip(sources, targets.tensor_split(parts), strict=True)
         for number, (micro_source, micro_targets) in enumerate(micro_batches, start=1):
             # Under no_sync() gradients add up on their rank; the last backward() sends the sum.
             last = number == parts
-            sync = contextlib.nullcontext() if last else self.model.no_sync()
-            with sync:
+            no_sync_yet = contextlib.nullcontext() if last else self.model.no_sync()
+            with no_sync_yet:
                 with self.autocast:
                     output = self.model(micro_source)  # load your inputs
                     loss = F.cross_entropy(output, micro_targets, reduction="sum")  # load your loss
@@ -130,7 +132,7 @@ class Trainer:
 
     def _run_epoch(self, epoch: int) -> None:
         self.train_data.sampler.set_epoch(epoch, self.samples_seen)
-        self.train_data.generator.manual_seed(torch.initial_seed() + epoch)  # for its workers
+        self.train_data.generator.manual_seed(torch.initial_seed() + epoch)  # its workers' seeds
         name = self.device.type.upper().replace("CUDA", "GPU")
         b_sz = self.args.batch_size
         line = f"Epoch {epoch} | Batchsize: {b_sz} | Steps: {len(self.train_data)}"
@@ -248,10 +250,11 @@ class Trainer:
         if self.rank > 0:
             dist.barrier()  # until rank 0 has loaded it, or has said, once, why it does not fit
         try:
-            # Another --lr or --momentum than the snapshot's: as if the run had begun with it.
+            # With another --lr or --momentum than the snapshot's, the new values must not be
+            # overwritten: keep them, and bring the new schedule to the snapshot's epoch.
             then = snapshot["settings"]
-            own = [name for name in self.optimizer.defaults if name in self.args.kept]
-            if any(getattr(self.args, name) != then.get(name) for name in own):
+            changeable = [name for name in self.optimizer.defaults if name in self.args.kept]
+            if any(getattr(self.args, name) != then.get(name) for name in changeable):
                 with warnings.catch_warnings(action="ignore"):  # no optimizer.step() between them
                     for _ in range(snapshot["epoch"]):
                         self.schedule.step()
@@ -274,9 +277,10 @@ class Trainer:
         log(f"Resuming training from snapshot at Epoch {self.epoch}, sample {self.samples_seen}")
 
     def _settle_buckets(self) -> None:
-        # DDP rearranges its buckets of gradients after the first backward pass, and with them the
-        # order of summation. Get that over with, or a resumed run would round differently. It needs
-        # some output that all parameters have a part in: here their sum, in place of the model's.
+        # After the first backward pass DDP regroups the gradients into other buckets, which changes
+        # the rounding. In a resumed run that would come at another step: so it is done here, with
+        # one backward pass in advance. Python's sum() stands in for the model's forward(), so that
+        # every parameter has a gradient whatever the model's inputs are.
         model = self.model.module
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         model.forward = sum
@@ -284,14 +288,14 @@ class Trainer:
         del model.forward  # this instance's: the class's own is in force again
 
     def _stop_agreed(self, step: int) -> int:
-        # All ranks must leave the loop after the same step: one that left alone would be waited for
-        # in an all-reduce. So they share what each has heard, and the largest number counts. That
-        # costs a round trip: where a step takes less than a second, it is done at every tenth.
+        # If one rank left the loop alone, the others would hang in the next all-reduce. So all say
+        # which signal they have heard, if any, and the largest number counts. This costs a round
+        # trip: while steps take less than a second, it is done at every tenth only.
         if step % self.ask_every > 0 and step < len(self.train_data):
             return 0
         orphaned = dist.is_torchelastic_launched() and os.getppid() != LAUNCHER
         heard = signal.SIGTERM if orphaned else self.stop.item()
-        slow = time.perf_counter() - self.asked > self.ask_every
+        slow = time.perf_counter() - self.asked > self.ask_every  # by the second per step
         answer = torch.tensor([heard, slow], device=self.device)
         dist.all_reduce(answer, op=dist.ReduceOp.MAX)
         heard, slow = answer.tolist()
@@ -315,8 +319,8 @@ def ddp_setup(args: argparse.Namespace) -> torch.device:
         torch.accelerator.set_device_index(device.index)
     loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
     if args.world_size > args.local_world_size:
-        if complaint := loopback_name(args):
-            sys.exit(f"error: {complaint}")
+        if error := loopback_error(args):
+            sys.exit(f"error: {error}")
     elif loopback:  # one node needs no network
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
@@ -334,9 +338,9 @@ def ddp_setup(args: argparse.Namespace) -> torch.device:
     return device
 
 
-def loopback_name(args: argparse.Namespace) -> str:
-    # What is wrong with this node's name, or "". gloo tells the other nodes to connect to what the
-    # name resolves to: Debian's installer makes that 127.0.1.1, where they reach only themselves.
+def loopback_error(args: argparse.Namespace) -> str:
+    # An error's text, or "". gloo tells the other nodes to connect to what this node's name
+    # resolves to: Debian's installer makes that 127.0.1.1, where each would reach only itself.
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
@@ -350,7 +354,7 @@ def loopback_name(args: argparse.Namespace) -> str:
 
 def load_train_objs(args: argparse.Namespace, device: torch.device) -> tuple:
     if args.local_rank > 0:
-        preload(args.dataset)  # slow imports: there is time
+        preload(args.dataset)  # what it imports, while the first process prepares the data
         with waiting_for("the first process of each node, which prepares the data"):
             dist.barrier()
     train_set, test_set = load_dataset(args.dataset, args.data_dir)  # load your dataset
@@ -450,15 +454,13 @@ def one_line(error: Exception) -> str:
     return " ".join(str(error).split("Exception raised from")[0].split())
 
 
-LAUNCHER = os.getppid()  # torchrun; another parent, later on, means that it was killed
-
-
 def catch_stop_signals(stop: torch.Tensor) -> None:
-    # The handler only leaves the signal's number: the step in progress is finished first. `stop` is
-    # a tensor, not an int, because mp.spawn can share its memory between processes.
+    # The handler only stores the signal's number: the loop looks at it after each step. `stop` is a
+    # tensor so that the processes of ddp_spawn.py and of multinode.py can share it.
     def on_signal(signum: int, frame: object) -> None:
         stop.fill_(signum)
-        if not dist.is_torchelastic_launched():  # torchrun passes on what came here already
+        # Under torchrun one Ctrl-C comes twice, from the terminal and from torchrun.
+        if not dist.is_torchelastic_launched():
             signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C
 
     signal.signal(signal.SIGINT, on_signal)
@@ -467,15 +469,15 @@ def catch_stop_signals(stop: torch.Tensor) -> None:
 
 def leave(status: int) -> None:
     # Not sys.exit: with torch 2.9, gloo's threads abort or block about one process in 300 while the
-    # interpreter shuts down. What it would do is done here: wait for threads, and run what has been
-    # registered with atexit, as experiment trackers do.
+    # interpreter shuts down. What sys.exit would do first is done here: wait for threads, and run
+    # what experiment trackers and others have registered with atexit.
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()
     os._exit(status)
 
 
-tqdm.set_lock(threading.RLock())  # its default, a semaphore, outlives a killed process
+tqdm.set_lock(threading.RLock())  # tqdm's own leaks a semaphore where a process is killed
 
 
 def log(line: str, every_rank: bool = False) -> None:
@@ -499,10 +501,11 @@ def waiting_for(whom: str) -> Iterator[None]:
 
 
 def names_of_run(args: argparse.Namespace) -> list[str]:
-    # torchrun tells each process where to report errors, for example in
+    # torchrun restarts this script with the command line of the first start: what tells a restart
+    # from a new run is the folder where processes are to report errors, for example
     #     /tmp/torchelastic_a1b2/7_c3d4/attempt_0/1/error.json
-    # for --rdzv_id 7 and local rank 1. Each node's torchrun makes such a folder 7_c3d4 for each run
-    # and keeps it for the restarts. A snapshot is of this run where the two share a folder.
+    # for --rdzv_id 7 and local rank 1. Each node's torchrun makes a new 7_c3d4 for a run, and keeps
+    # it for the run's restarts. These names are in the snapshot's settings.
     report = os.environ.get("TORCHELASTIC_ERROR_FILE")
     names = [None] * args.world_size
     dist.all_gather_object(names, Path(report).parents[2].name if report else "")
@@ -511,23 +514,25 @@ def names_of_run(args: argparse.Namespace) -> list[str]:
 
 def find_snapshot(args: argparse.Namespace) -> dict | None:
     # The first process of each node looks: after a restart rank 0 may be on another node than when
-    # it saved. This run's furthest snapshot counts; where there is none, --resume takes rank 0's.
-    # Whoever has it broadcasts it, with the settings that this run has kept.
-    args.run = names_of_run(args)
+    # it saved. max() compares (of this run?, epoch, samples): a snapshot of this run counts more
+    # than the one that --resume asks rank 0 for, and the furthest counts most.
+    args.run_names = names_of_run(args)
     snapshot = open_snapshot(args) if args.local_rank == 0 else None
     found = (False, -1, 0)
     if snapshot is not None:
         found = (is_of_this_run(snapshot, args), snapshot["epoch"], snapshot["samples_seen"])
     all_found = [None] * args.world_size
     dist.all_gather_object(all_found, found)
-    box = [snapshot, {name: getattr(args, name) for name in args.kept}]
-    dist.broadcast_object_list(box, src=all_found.index(max(all_found)))
-    vars(args).update(box[1])
-    return box[0]
+    settings = {name: getattr(args, name) for name in args.kept}
+    message = [snapshot, settings]
+    dist.broadcast_object_list(message, src=all_found.index(max(all_found)))
+    snapshot, settings = message
+    vars(args).update(settings)
+    return snapshot
 
 
 def is_of_this_run(snapshot: dict, args: argparse.Namespace) -> bool:
-    return not set(args.run).isdisjoint(snapshot["settings"].get("run", []))
+    return not set(args.run_names).isdisjoint(snapshot["settings"].get("run_names", []))
 
 
 def open_snapshot(args: argparse.Namespace) -> dict | None:
@@ -562,7 +567,7 @@ def open_snapshot(args: argparse.Namespace) -> dict | None:
 
 def cannot_resume(args: argparse.Namespace, error: Exception) -> NoReturn:
     path = args.snapshot_path
-    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     sys.exit(f"error: cannot resume from {path} ({reason}): name another --snapshot-path")
 
 
@@ -601,7 +606,7 @@ def parse_args() -> argparse.Namespace:
     add("--data-dir", default="data", help="where torchvision keeps or downloads the others")
     add("--model", choices=MODELS, help="default: what suits the data set")
     add("--seed", type=at_least(0), default=42)
-    add("--accumulate", type=at_least(1), default=1, help="batches per step, one after the other")
+    add("--accumulate", type=at_least(1), default=1, help="micro-batches per step")
     add("--amp", choices=AMP, default="off", help="automatic mixed precision")
     usage = "%(prog)s [total_epochs] [save_every] [options]"
     title = __doc__.split("\n")[0]
@@ -622,7 +627,8 @@ def parse_args() -> argparse.Namespace:
     add("--timeout", type=at_least(1), default=600, help="seconds that a collective may take")
     args = parser.parse_args()
     args.kept = [*vars(job.parse_args([]))]
-    parser.set_defaults(**dict.fromkeys(vars(args)))  # all None: what is not None was given
+    # Parsed again with None for every default: what is not None now was given.
+    parser.set_defaults(**dict.fromkeys(vars(args)))
     args.given = [name for name, value in vars(parser.parse_args()).items() if value is not None]
     # torchrun sets these; where nothing does, this process is the whole world.
     args.rank = int(os.environ.get("RANK", 0))

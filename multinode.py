@@ -90,7 +90,7 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
         self.train_data = train_data
         self.test_data = test_data
-        self.pinned = train_data.pin_memory  # a copy from other memory must be waited for
+        self.pinned = train_data.pin_memory  # only copies from pinned memory may overlap the work
         self.optimizer = optimizer
         self.schedule = schedule
         self.epoch = 0  # the epoch in progress
@@ -113,14 +113,14 @@ class Trainer:
     def _run_batch(self, source: torch.Tensor, targets: torch.Tensor, count: int) -> torch.Tensor:
         self.optimizer.zero_grad()
         loss_sum = torch.zeros((), device=self.device)
-        parts = self.args.accumulate  # micro-batches: as many on every rank, however uneven
+        parts = self.args.accumulate  # on every rank, or they would wait for each other
         sources = source.tensor_split(parts)  # load your inputs
         micro_batches = zip(sources, targets.tensor_split(parts), strict=True)
         for number, (micro_source, micro_targets) in enumerate(micro_batches, start=1):
             # Under no_sync() gradients add up on their rank; the last backward() sends the sum.
             last = number == parts
-            sync = contextlib.nullcontext() if last else self.model.no_sync()
-            with sync:
+            no_sync_yet = contextlib.nullcontext() if last else self.model.no_sync()
+            with no_sync_yet:
                 with self.autocast:
                     output = self.model(micro_source)  # load your inputs
                     loss = F.cross_entropy(output, micro_targets, reduction="sum")  # load your loss
@@ -135,7 +135,7 @@ class Trainer:
 
     def _run_epoch(self, epoch: int) -> None:
         self.train_data.sampler.set_epoch(epoch, self.samples_seen)
-        self.train_data.generator.manual_seed(torch.initial_seed() + epoch)  # for its workers
+        self.train_data.generator.manual_seed(torch.initial_seed() + epoch)  # its workers' seeds
         name = self.device.type.upper().replace("CUDA", "GPU")
         b_sz = self.args.batch_size
         line = f"Epoch {epoch} | Batchsize: {b_sz} | Steps: {len(self.train_data)}"
@@ -253,10 +253,11 @@ class Trainer:
         if self.rank > 0:
             dist.barrier()  # until rank 0 has loaded it, or has said, once, why it does not fit
         try:
-            # Another --lr or --momentum than the snapshot's: as if the run had begun with it.
+            # With another --lr or --momentum than the snapshot's, the new values must not be
+            # overwritten: keep them, and bring the new schedule to the snapshot's epoch.
             then = snapshot["settings"]
-            own = [name for name in self.optimizer.defaults if name in self.args.kept]
-            if any(getattr(self.args, name) != then.get(name) for name in own):
+            changeable = [name for name in self.optimizer.defaults if name in self.args.kept]
+            if any(getattr(self.args, name) != then.get(name) for name in changeable):
                 with warnings.catch_warnings(action="ignore"):  # no optimizer.step() between them
                     for _ in range(snapshot["epoch"]):
                         self.schedule.step()
@@ -279,9 +280,10 @@ class Trainer:
         log(f"Resuming training from snapshot at Epoch {self.epoch}, sample {self.samples_seen}")
 
     def _settle_buckets(self) -> None:
-        # DDP rearranges its buckets of gradients after the first backward pass, and with them the
-        # order of summation. Get that over with, or a resumed run would round differently. It needs
-        # some output that all parameters have a part in: here their sum, in place of the model's.
+        # After the first backward pass DDP regroups the gradients into other buckets, which changes
+        # the rounding. In a resumed run that would come at another step: so it is done here, with
+        # one backward pass in advance. Python's sum() stands in for the model's forward(), so that
+        # every parameter has a gradient whatever the model's inputs are.
         model = self.model.module
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         model.forward = sum
@@ -289,15 +291,15 @@ class Trainer:
         del model.forward  # this instance's: the class's own is in force again
 
     def _stop_agreed(self, step: int) -> int:
-        # All ranks must leave the loop after the same step: one that left alone would be waited for
-        # in an all-reduce. So they share what each has heard, and the largest number counts. That
-        # costs a round trip: where a step takes less than a second, it is done at every tenth.
+        # If one rank left the loop alone, the others would hang in the next all-reduce. So all say
+        # which signal they have heard, if any, and the largest number counts. This costs a round
+        # trip: while steps take less than a second, it is done at every tenth only.
         if step % self.ask_every > 0 and step < len(self.train_data):
             return 0
         parent = mp.parent_process()  # there is one with --nnodes
         orphaned = parent is not None and not parent.is_alive()
         heard = signal.SIGTERM if orphaned else self.stop.item()
-        slow = time.perf_counter() - self.asked > self.ask_every
+        slow = time.perf_counter() - self.asked > self.ask_every  # by the second per step
         answer = torch.tensor([heard, slow], device=self.device)
         dist.all_reduce(answer, op=dist.ReduceOp.MAX)
         heard, slow = answer.tolist()
@@ -376,12 +378,13 @@ def join(args: argparse.Namespace) -> dist.Store:
 
 
 def call_the_roll(store: dist.Store, args: argparse.Namespace) -> None:
-    # Each rank says that it is there, and on which host, and waits for the others to say so.
+    # Each rank says that it is there, and on which host, and waits for the others to say so. From
+    # the hosts follow its local rank, and how many processes share its host.
     boot_id = Path("/proc/sys/kernel/random/boot_id")  # hosts may have the same name
     host = socket.gethostname() + (boot_id.read_text() if boot_id.exists() else "")
     store.set(f"host of rank {args.rank}", host)
-    if complaint := loopback_name(args):
-        store.set("complaint", complaint)
+    if error := loopback_error(args):
+        store.set("loopback error", error)
     if store.add(f"rank {args.rank}", 1) > 1:
         hint = ", or remove the file of an earlier run" if type(store) is dist.FileStore else ""
         raise ValueError(f"there is a rank {args.rank} already: give each process its own{hint}")
@@ -399,8 +402,8 @@ def call_the_roll(store: dist.Store, args: argparse.Namespace) -> None:
     hosts = [store.get(f"host of rank {rank}") for rank in range(args.world_size)]
     args.local_rank = hosts[: args.rank].count(hosts[args.rank])
     args.local_world_size = hosts.count(hosts[args.rank])
-    if len(set(hosts)) > 1 and store.check(["complaint"]):
-        raise ValueError(store.get("complaint").decode())
+    if len(set(hosts)) > 1 and store.check(["loopback error"]):
+        raise ValueError(store.get("loopback error").decode())
 
 
 def wait_while(missing: Callable[[], str], args: argparse.Namespace) -> None:
@@ -428,9 +431,9 @@ def choose_device(args: argparse.Namespace) -> torch.device:
     return torch.device(args.device, args.local_rank % count)
 
 
-def loopback_name(args: argparse.Namespace) -> str:
-    # What is wrong with this node's name, or "". gloo tells the other nodes to connect to what the
-    # name resolves to: Debian's installer makes that 127.0.1.1, where they reach only themselves.
+def loopback_error(args: argparse.Namespace) -> str:
+    # An error's text, or "". gloo tells the other nodes to connect to what this node's name
+    # resolves to: Debian's installer makes that 127.0.1.1, where each would reach only itself.
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
@@ -444,7 +447,7 @@ def loopback_name(args: argparse.Namespace) -> str:
 
 def load_train_objs(args: argparse.Namespace, device: torch.device) -> tuple:
     if args.local_rank > 0:
-        preload(args.dataset)  # slow imports: there is time
+        preload(args.dataset)  # what it imports, while the first process prepares the data
         with waiting_for("the first process of each node, which prepares the data"):
             dist.barrier()
     train_set, test_set = load_dataset(args.dataset, args.data_dir)  # load your dataset
@@ -505,10 +508,10 @@ def main(args: argparse.Namespace, stop: torch.Tensor) -> None:
     trainer = Trainer(
         model, train_data, test_data, optimizer, schedule, device, snapshot, stop, args
     )
-    catch_stop_signals(stop)
     if args.check:
         check(trainer)
     else:
+        catch_stop_signals(stop)
         trainer.train(args.total_epochs)
     if not trainer.stopped:
         log(f"Total time: {time.perf_counter() - start:.3f}s")
@@ -576,27 +579,33 @@ def run(args: argparse.Namespace, stop: torch.Tensor) -> None:
 
 def run_rank(local_rank: int, args: argparse.Namespace, stop: torch.Tensor) -> None:
     args.rank += local_rank
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it, until it has begun to train
     run(args, stop)
+
+
+PATIENCE = 25  # seconds that ranks have to save after a request to stop; torchrun gives 30
 
 
 def spawn(args: argparse.Namespace, stop: torch.Tensor) -> None:
     processes = []
     try:
-        # The ranks inherit this: Ctrl-C does nothing to them until they have handlers of their own.
+        # Ranks inherit this: else Ctrl-C would end them with tracebacks while they start.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         context = mp.spawn(run_rank, (args, stop), args.nproc_per_node, join=False)
         processes = context.processes
         catch_stop_signals(stop)
-        seconds = 0  # since a stop was asked for
+        waited = 0  # seconds, since a stop was asked for
         while not context.join(timeout=1, grace_period=5):
             if stop.item():
-                seconds += 1
-            if seconds > PATIENCE:
+                waited += 1
+            if waited > PATIENCE:
                 log("error: not all ranks stopped: --resume goes on from the last snapshot")
                 sys.exit(128 + stop.item())
     except mp.ProcessExitedException as error:
         if error.exit_code > 0:  # that rank has said why
             sys.exit(error.exit_code)
+        if stop.item():  # it had not begun to train
+            sys.exit(128 + stop.item())
         sys.exit(f"error: {error}: --resume goes on from the last snapshot")
     finally:
         for process in processes:
@@ -616,12 +625,9 @@ def one_line(error: Exception) -> str:
     return " ".join(str(error).split("Exception raised from")[0].split())
 
 
-PATIENCE = 25  # seconds that ranks have to save after a request to stop; torchrun gives 30
-
-
 def catch_stop_signals(stop: torch.Tensor) -> None:
-    # The handler only leaves the signal's number: the step in progress is finished first. `stop` is
-    # a tensor, not an int, because mp.spawn can share its memory between processes.
+    # The handler only stores the signal's number: the loop looks at it after each step. `stop` is a
+    # tensor so that the processes of ddp_spawn.py and of multinode.py can share it.
     def on_signal(signum: int, frame: object) -> None:
         stop.fill_(signum)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C
@@ -632,15 +638,15 @@ def catch_stop_signals(stop: torch.Tensor) -> None:
 
 def leave(status: int) -> None:
     # Not sys.exit: with torch 2.9, gloo's threads abort or block about one process in 300 while the
-    # interpreter shuts down. What it would do is done here: wait for threads, and run what has been
-    # registered with atexit, as experiment trackers do.
+    # interpreter shuts down. What sys.exit would do first is done here: wait for threads, and run
+    # what experiment trackers and others have registered with atexit.
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()
     os._exit(status)
 
 
-tqdm.set_lock(threading.RLock())  # its default, a semaphore, outlives a killed process
+tqdm.set_lock(threading.RLock())  # tqdm's own leaks a semaphore where a process is killed
 
 
 def log(line: str, every_rank: bool = False) -> None:
@@ -665,12 +671,13 @@ def waiting_for(whom: str) -> Iterator[None]:
 
 def find_snapshot(args: argparse.Namespace) -> dict | None:
     # Rank 0 alone reads it, and broadcasts it with the settings that this run has kept.
-    box = [None, None]
-    if args.rank == 0:
-        box = [open_snapshot(args), {name: getattr(args, name) for name in args.kept}]
-    dist.broadcast_object_list(box)
-    vars(args).update(box[1])
-    return box[0]
+    snapshot = open_snapshot(args) if args.rank == 0 else None
+    settings = {name: getattr(args, name) for name in args.kept}
+    message = [snapshot, settings]
+    dist.broadcast_object_list(message, src=0)
+    snapshot, settings = message
+    vars(args).update(settings)
+    return snapshot
 
 
 def open_snapshot(args: argparse.Namespace) -> dict | None:
@@ -699,7 +706,7 @@ def open_snapshot(args: argparse.Namespace) -> dict | None:
 
 def cannot_resume(args: argparse.Namespace, error: Exception) -> NoReturn:
     path = args.snapshot_path
-    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     sys.exit(f"error: cannot resume from {path} ({reason}): name another --snapshot-path")
 
 
@@ -772,7 +779,7 @@ def parse_args() -> argparse.Namespace:
     add("--data-dir", default="data", help="where torchvision keeps or downloads the others")
     add("--model", choices=MODELS, help="default: what suits the data set")
     add("--seed", type=at_least(0), default=42)
-    add("--accumulate", type=at_least(1), default=1, help="batches per step, one after the other")
+    add("--accumulate", type=at_least(1), default=1, help="micro-batches per step")
     add("--amp", choices=AMP, default="off", help="automatic mixed precision")
     usage = "%(prog)s [total_epochs] [save_every] [options]"
     title = __doc__.split("\n")[0]
@@ -802,7 +809,8 @@ def parse_args() -> argparse.Namespace:
     add("--timeout", type=at_least(1), default=600, help="seconds that a collective may take")
     args = parser.parse_args()
     args.kept = [*vars(job.parse_args([]))]
-    parser.set_defaults(**dict.fromkeys(vars(args)))  # all None: what is not None was given
+    # Parsed again with None for every default: what is not None now was given.
+    parser.set_defaults(**dict.fromkeys(vars(args)))
     args.given = [name for name, value in vars(parser.parse_args()).items() if value is not None]
     if args.epochs is not None:
         args.total_epochs = args.epochs

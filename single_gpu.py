@@ -62,7 +62,7 @@ class Trainer:
         self.model = model
         self.train_data = train_data
         self.test_data = test_data
-        self.pinned = train_data.pin_memory  # a copy from other memory must be waited for
+        self.pinned = train_data.pin_memory  # only copies from pinned memory may overlap the work
         self.optimizer = optimizer
         self.schedule = schedule
         self.epoch = 0  # the epoch in progress
@@ -87,7 +87,7 @@ class Trainer:
 
     def _run_epoch(self, epoch: int) -> None:
         self.train_data.sampler.set_epoch(epoch, self.samples_seen)
-        self.train_data.generator.manual_seed(torch.initial_seed() + epoch)  # for its workers
+        self.train_data.generator.manual_seed(torch.initial_seed() + epoch)  # its workers' seeds
         name = self.device.type.upper().replace("CUDA", "GPU")
         b_sz = self.args.batch_size
         line = f"Epoch {epoch} | Batchsize: {b_sz} | Steps: {len(self.train_data)}"
@@ -166,11 +166,11 @@ class Trainer:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
-            "scaler": {},
+            "scaler": {},  # ddp_torchrun.py has one; each script reads all snapshots
             "epoch": self.epoch,
             "samples_seen": self.samples_seen,
             "loss_sum": self.loss_sum.item(),
-            "rng_states": [get_rng_state(self.device)],  # of each rank
+            "rng_states": [get_rng_state(self.device)],  # one for each process
             "settings": vars(self.args),
         }
         # First to another file: whatever happens here, the snapshot before stays whole.
@@ -188,10 +188,11 @@ class Trainer:
 
     def _load_snapshot(self, snapshot: dict) -> None:
         try:
-            # Another --lr or --momentum than the snapshot's: as if the run had begun with it.
+            # With another --lr or --momentum than the snapshot's, the new values must not be
+            # overwritten: keep them, and bring the new schedule to the snapshot's epoch.
             then = snapshot["settings"]
-            own = [name for name in self.optimizer.defaults if name in self.args.kept]
-            if any(getattr(self.args, name) != then.get(name) for name in own):
+            changeable = [name for name in self.optimizer.defaults if name in self.args.kept]
+            if any(getattr(self.args, name) != then.get(name) for name in changeable):
                 with warnings.catch_warnings(action="ignore"):  # no optimizer.step() between them
                     for _ in range(snapshot["epoch"]):
                         self.schedule.step()
@@ -252,7 +253,7 @@ def main(args: argparse.Namespace, stop: torch.Tensor) -> None:
     line = "total_epochs: {total_epochs}, save_every: {save_every}, batch_size: {batch_size}"
     log(line.format(**vars(args)))
     train_set, test_set, model, optimizer, schedule = load_train_objs(args, device)
-    set_seed(args.seed)  # from here on it draws what rank 0 would
+    set_seed(args.seed)  # anew, as rank 0 of several processes does after the model is built
     train_sampler = ShardedBatchSampler(
         train_set, args.batch_size, num_replicas=1, rank=0, seed=args.seed
     )
@@ -273,8 +274,8 @@ def main(args: argparse.Namespace, stop: torch.Tensor) -> None:
 
 
 def catch_stop_signals(stop: torch.Tensor) -> None:
-    # The handler only leaves the signal's number: the step in progress is finished first. `stop` is
-    # a tensor, not an int, because mp.spawn can share its memory between processes.
+    # The handler only stores the signal's number: the loop looks at it after each step. `stop` is a
+    # tensor so that the processes of ddp_spawn.py and of multinode.py can share it.
     def on_signal(signum: int, frame: object) -> None:
         stop.fill_(signum)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C
@@ -283,7 +284,7 @@ def catch_stop_signals(stop: torch.Tensor) -> None:
     signal.signal(signal.SIGTERM, on_signal)
 
 
-tqdm.set_lock(threading.RLock())  # its default, a semaphore, outlives a killed process
+tqdm.set_lock(threading.RLock())  # tqdm's own leaks a semaphore where a process is killed
 
 
 def log(line: str) -> None:
@@ -317,7 +318,7 @@ def open_snapshot(args: argparse.Namespace) -> dict | None:
 
 def cannot_resume(args: argparse.Namespace, error: Exception) -> NoReturn:
     path = args.snapshot_path
-    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     sys.exit(f"error: cannot resume from {path} ({reason}): name another --snapshot-path")
 
 
@@ -368,7 +369,8 @@ def parse_args() -> argparse.Namespace:
     add("--num-workers", type=at_least(0), default=0, help="loader processes; 4 for files, say")
     args = parser.parse_args()
     args.kept = [*vars(job.parse_args([]))]
-    parser.set_defaults(**dict.fromkeys(vars(args)))  # all None: what is not None was given
+    # Parsed again with None for every default: what is not None now was given.
+    parser.set_defaults(**dict.fromkeys(vars(args)))
     args.given = [name for name, value in vars(parser.parse_args()).items() if value is not None]
     args.model = args.model or DEFAULT_MODEL[args.dataset]
     args.device = devices[0] if args.device == "auto" else args.device

@@ -11,6 +11,7 @@ import ast
 import difflib
 import re
 import sys
+import textwrap
 from itertools import chain, zip_longest
 from pathlib import Path
 
@@ -23,6 +24,7 @@ STEPS = {  # each script, and the one that it grew from
     "multinode.py": "ddp_torchrun.py",
 }
 HEADING = re.compile(r"### (\w+\.py): `(.+)`")
+SECTION = re.compile(r"^ *# --- .* ---$", re.M)  # a heading in a script
 COUNTS = re.compile(r"\d+ lines go and \d+ come")
 CONTEXT = 1  # lines before and after a change
 
@@ -35,7 +37,7 @@ def parts(script: str) -> dict[str, list[str]]:
     code = (ROOT / script).read_text()
     body = ast.parse(code).body
     starts = {}
-    for before, node in zip([None, *body], body, strict=False):
+    for node in body:
         if isinstance(node, ast.ClassDef):
             starts[node.name] = node.lineno
             methods = [child for child in node.body if isinstance(child, ast.FunctionDef)]
@@ -46,12 +48,15 @@ def parts(script: str) -> dict[str, list[str]]:
             starts["__main__"] = node.lineno
         elif isinstance(node, ast.Import | ast.ImportFrom):
             starts.setdefault("imports", node.lineno)
-        elif isinstance(before, ast.ImportFrom) and before.module.startswith("common"):
-            starts["constants"] = node.lineno
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            starts[node.targets[0].id] = node.lineno
+        elif isinstance(node, ast.Expr) and node is not body[0]:
+            starts[ast.unparse(node.value.func)] = node.lineno
     lines, ends = code.splitlines(), [*starts.values(), None][1:]
     found = {}
     for (name, start), end in zip(starts.items(), ends, strict=True):
-        found[name] = "\n".join(lines[start - 1 : end and end - 1]).rstrip().split("\n")
+        text = "\n".join(lines[start - 1 : end and end - 1]).rstrip()
+        found[name] = SECTION.sub("", text).rstrip().split("\n")
     return found
 
 
@@ -71,15 +76,52 @@ def hunks(script: str) -> dict[str, list[str]]:
             names.insert(names.index(before) + 1, name)
     found = {}
     for name in names:
-        pair = old.get(name, []), new.get(name, [])
-        diff = difflib.unified_diff(*pair, n=CONTEXT, lineterm="")
-        lines = "".join(f"{line.rstrip()}\n" for line in diff)
-        texts = re.split(r"^@@ .*\n", lines, flags=re.M)[1:]  # without the files' names
+        texts = difference(old.get(name, []), new.get(name, []))
         if name == "imports":  # all that there is to say about them is what they are for
             texts = ["@@\n".join(texts)] if texts else []
         if texts:
             found[name] = texts
     return found
+
+
+def difference(old: list[str], new: list[str]) -> list[str]:
+    """The hunks between the lines of two functions. What changes in one statement is in one."""
+    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
+    spans = (statements(old), statements(new))
+    opcodes = matcher.get_opcodes()
+    hunks, lines = [], []
+    for number, (kind, i, i_end, j, j_end) in enumerate(opcodes):
+        if kind != "equal":
+            lines += [f"-{line}" for line in old[i:i_end]] + [f"+{line}" for line in new[j:j_end]]
+            continue
+        equal = [f" {line}" for line in old[i:i_end]]
+        first, last = number == 0, number == len(opcodes) - 1
+        gaps = ((i, i_end), (j, j_end))
+        inside = any(
+            begin < start and stop < end
+            for (start, stop), each in zip(gaps, spans, strict=True)
+            for begin, end in each
+        )
+        if not first and not last and (inside or len(equal) <= 2 * CONTEXT):
+            lines += equal
+            continue
+        if not first:
+            hunks.append(lines + equal[:CONTEXT])
+        lines = [] if last else equal[-CONTEXT:]
+    if lines:
+        hunks.append(lines)
+    return ["".join(f"{line.rstrip()}\n" for line in hunk) for hunk in hunks]
+
+
+def statements(lines: list[str]) -> list[tuple[int, int]]:
+    """Where each statement without a body, or the head of one with a body, begins and ends."""
+    try:
+        tree = ast.parse(textwrap.dedent("\n".join(lines)))
+    except SyntaxError:  # a class's first line
+        return []
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
+    ends = [node.body[0].lineno - 1 if hasattr(node, "body") else node.end_lineno for node in nodes]
+    return [(node.lineno - 1, end) for node, end in zip(nodes, ends, strict=True)]
 
 
 def counts(script: str) -> tuple[int, int]:

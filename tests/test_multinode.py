@@ -242,6 +242,17 @@ def test_a_peer_that_never_comes(hosts):
     assert any(line.endswith("missing after 6 s: rank 1") for line in lines), lines
 
 
+def test_ctrl_c_while_another_node_is_missing(start, tmp_path):
+    """Nothing to save yet: it ends at once, without a word. On any machine."""
+    options = ("--init-method", f"file://{tmp_path}/store", "--nnodes", 2, "--node-rank", 0)
+    job = start("multinode.py", *options, "--nproc-per-node", 2)
+    job.wait_for(r"\[rank 0\] still waiting for rank 2, rank 3")
+    job.wait_for(r"\[rank 1\] still waiting for rank 2, rank 3")
+    os.killpg(job.process.pid, signal.SIGINT)
+    text = job.finish(128 + signal.SIGINT, seconds=10)
+    assert "error" not in text and "Traceback" not in text, text
+
+
 def test_ranks_given_twice_and_worlds_that_differ(hosts, job):
     options, _, _ = job
     hosts = hosts(2)

@@ -517,6 +517,6 @@ def test_every_printed_figure_has_a_row(script):
 # Parts of errors and of names, which other tests have.
 OTHER_FIGURES = {
     "open_snapshot": ("name", "then", "now"),
-    "ddp_setup": ("who", "args.init_method", "one_line(error)", "complaint"),
+    "ddp_setup": ("who", "args.init_method", "one_line(error)", "error"),
     "<module>": ("error",),
 }

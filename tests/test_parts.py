@@ -509,7 +509,7 @@ def test_a_process_gets_its_device_its_threads_and_its_interface(parse, monkeypa
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **kwargs: given.update(kwargs))
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
     monkeypatch.setattr(module, "join", lambda args: None, raising=False)
-    monkeypatch.setattr(module, "loopback_name", lambda args: "", raising=False)
+    monkeypatch.setattr(module, "loopback_error", lambda args: "", raising=False)
     if script != "ddp_spawn.py":
         device = module.ddp_setup(args)
     elif hosts == 1:
@@ -815,7 +815,7 @@ def test_processes_of_one_host_take_different_devices(parse, monkeypatch, tmp_pa
     for rank, host in ((0, "a"), (1, "b"), (2, "a")):
         module, args = parse("multinode.py", *options, "--rank", rank)
         monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
-        monkeypatch.setattr(module, "loopback_name", lambda args: "")
+        monkeypatch.setattr(module, "loopback_error", lambda args: "")
         monkeypatch.setattr(module.time, "sleep", asleep)
         if rank < 2:  # they wait for the others
             with pytest.raises(Asleep):
@@ -861,19 +861,19 @@ def test_a_name_that_resolves_to_loopback_is_reported(parse, monkeypatch, script
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     for address, complaint in (("127.0.1.1", True), ("10.0.0.1", False)):
         monkeypatch.setattr(socket, "gethostbyname", lambda _, address=address: address)
-        found = module.loopback_name(args)
+        found = module.loopback_error(args)
         assert found.startswith(f"on node {name} gloo takes {address} for its address") == complaint
 
     def unknown(_):
         raise OSError
 
     monkeypatch.setattr(socket, "gethostbyname", unknown)
-    assert "gloo takes 127.0.0.1 for its address" in module.loopback_name(args)
+    assert "gloo takes 127.0.0.1 for its address" in module.loopback_error(args)
     args.backend = "nccl"
-    assert module.loopback_name(args) == ""
+    assert module.loopback_error(args) == ""
     args.backend = "gloo"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
-    assert module.loopback_name(args) == ""
+    assert module.loopback_error(args) == ""
 
 
 def test_torchrun_on_several_nodes_looks_at_their_names(parse, monkeypatch):
@@ -891,13 +891,13 @@ def test_a_name_that_resolves_to_loopback_matters_to_several_nodes(parse, monkey
     module, args = parse("multinode.py")
     args.rank, args.world_size = 0, 2
     monkeypatch.setattr(module, "wait_while", lambda *_: None)
-    monkeypatch.setattr(module, "loopback_name", lambda args: "")
+    monkeypatch.setattr(module, "loopback_error", lambda args: "")
     boot_id = Path("/proc/sys/kernel/random/boot_id")
     own = socket.gethostname() + (boot_id.read_text() if boot_id.exists() else "")
     for other in (own, "another"):
         store = dist.FileStore(str(tmp_path / other[:7]), 2)
         store.set("host of rank 1", other)
-        store.set("complaint", "on node another ...")
+        store.set("loopback error", "on node another ...")
         if other == own:
             module.call_the_roll(store, args)
         else:
@@ -938,10 +938,10 @@ def test_a_node_that_joins_later_is_of_the_run(parse, monkeypatch):
         objects[:] = [own, "7_c"]
 
     monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
-    args.run = module.names_of_run(args)
-    assert args.run == ["7_b", "7_c"]
+    args.run_names = module.names_of_run(args)
+    assert args.run_names == ["7_b", "7_c"]
     for saved, same in ((["7_c"], True), (["7_a"], False), ([], False)):
-        assert module.is_of_this_run({"settings": {"run": saved}}, args) == same
+        assert module.is_of_this_run({"settings": {"run_names": saved}}, args) == same
     assert not module.is_of_this_run({"settings": {}}, args)  # of another script
 
 
@@ -983,7 +983,7 @@ def test_a_rank_of_three_gets_its_shares_its_seed_and_its_smallest_batch(
     data, seeds, smallest, seen = (make_digits(40, 0), make_digits(10, 1)), [], [], {}
     monkeypatch.setattr(module, "find_snapshot", lambda *_: None, raising=False)
     for name in ("barrier", "broadcast_object_list"):
-        monkeypatch.setattr(dist, name, lambda *_: None)
+        monkeypatch.setattr(dist, name, lambda *_, **__: None)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     monkeypatch.setattr(module, "ddp_setup", lambda *_: CPU)
     monkeypatch.setattr(module, "load_dataset", lambda *_: data)
