@@ -317,11 +317,10 @@ def ddp_setup(args: argparse.Namespace) -> torch.device:
         index = args.local_rank % torch.accelerator.device_count()
         device = torch.device(args.device, index)
         torch.accelerator.set_device_index(device.index)
+    if args.world_size > args.local_world_size and (error := loopback_error(args)):
+        sys.exit(f"error: {error}")
     loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
-    if args.world_size > args.local_world_size:
-        if error := loopback_error(args):
-            sys.exit(f"error: {error}")
-    elif loopback:  # one node needs no network
+    if loopback and args.world_size == args.local_world_size:  # one node needs no network
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     dist.init_process_group(

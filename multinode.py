@@ -314,29 +314,25 @@ class Trainer:
 def ddp_setup(args: argparse.Namespace) -> torch.device:
     if args.deterministic:  # first of all: the process group chooses its kernels, too
         use_deterministic_kernels()
-    try:
-        store = join(args)
-        if "OMP_NUM_THREADS" not in os.environ:  # or else every process takes all cores
-            torch.set_num_threads(max(1, torch.get_num_threads() // args.local_world_size))
-        device = torch.device("cpu")
-        if args.device != "cpu":
-            device = choose_device(args)
-            torch.accelerator.set_device_index(device.index)
-        loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
-        if loopback and args.world_size == args.local_world_size:  # one node needs no network
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
-        dist.init_process_group(
-            args.backend,
-            store=store,
-            rank=args.rank,
-            world_size=args.world_size,
-            timeout=datetime.timedelta(seconds=args.timeout),
-            device_id=None if device.type == "cpu" else device,
-        )
-    except (OSError, RuntimeError, ValueError) as error:
-        who = f"rank {args.rank} of {args.world_size}"
-        sys.exit(f"error: {who} cannot join at {args.init_method}: {one_line(error)}")
+    store = join(args)
+    if "OMP_NUM_THREADS" not in os.environ:  # or else every process takes all cores
+        torch.set_num_threads(max(1, torch.get_num_threads() // args.local_world_size))
+    device = torch.device("cpu")
+    if args.device != "cpu":
+        device = choose_device(args)
+        torch.accelerator.set_device_index(device.index)
+    loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
+    if loopback and args.world_size == args.local_world_size:  # one node needs no network
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    dist.init_process_group(
+        args.backend,
+        store=store,
+        rank=args.rank,
+        world_size=args.world_size,
+        timeout=datetime.timedelta(seconds=args.timeout),
+        device_id=None if device.type == "cpu" else device,
+    )
     line = f"[rank {args.rank} of {args.world_size}] host {socket.gethostname()} | device {device}"
     line += f" | backend {dist.get_backend()} | threads {torch.get_num_threads()}"
     log(line, every_rank=True)
@@ -379,10 +375,11 @@ def join(args: argparse.Namespace) -> dist.Store:
 
 def call_the_roll(store: dist.Store, args: argparse.Namespace) -> None:
     # Each rank says that it is there, and on which host, and waits for the others to say so. From
-    # the hosts follow its local rank, and how many processes share its host.
+    # this follow its local rank, and how many processes share its node.
     boot_id = Path("/proc/sys/kernel/random/boot_id")  # hosts may have the same name
     host = socket.gethostname() + (boot_id.read_text() if boot_id.exists() else "")
     store.set(f"host of rank {args.rank}", host)
+    store.set(f"node of rank {args.rank}", f"{host} {args.node_rank}")  # one host may play several
     if error := loopback_error(args):
         store.set("loopback error", error)
     if store.add(f"rank {args.rank}", 1) > 1:
@@ -399,10 +396,11 @@ def call_the_roll(store: dist.Store, args: argparse.Namespace) -> None:
         return ", ".join(rank for rank in ranks if not store.check([rank]))
 
     wait_while(ranks_missing, args)
-    hosts = [store.get(f"host of rank {rank}") for rank in range(args.world_size)]
-    args.local_rank = hosts[: args.rank].count(hosts[args.rank])
-    args.local_world_size = hosts.count(hosts[args.rank])
-    if len(set(hosts)) > 1 and store.check(["loopback error"]):
+    nodes = [store.get(f"node of rank {rank}") for rank in range(args.world_size)]
+    args.local_rank = nodes[: args.rank].count(nodes[args.rank])
+    args.local_world_size = nodes.count(nodes[args.rank])
+    hosts = {store.get(f"host of rank {rank}") for rank in range(args.world_size)}
+    if len(hosts) > 1 and store.check(["loopback error"]):
         raise ValueError(store.get("loopback error").decode())
 
 
@@ -484,7 +482,11 @@ def prepare_dataloader(
 
 def main(args: argparse.Namespace, stop: torch.Tensor) -> None:
     start = time.perf_counter()
-    device = ddp_setup(args)
+    try:
+        device = ddp_setup(args)
+    except (OSError, RuntimeError, ValueError) as error:
+        who = f"rank {args.rank} of {args.world_size}"
+        sys.exit(f"error: {who} cannot join at {args.init_method}: {one_line(error)}")
     snapshot = find_snapshot(args)
     line = "total_epochs: {total_epochs}, save_every: {save_every}, batch_size: {batch_size}"
     log(line.format(**vars(args)))

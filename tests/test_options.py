@@ -517,6 +517,7 @@ def test_every_printed_figure_has_a_row(script):
 # Parts of errors and of names, which other tests have.
 OTHER_FIGURES = {
     "open_snapshot": ("name", "then", "now"),
-    "ddp_setup": ("who", "args.init_method", "one_line(error)", "error"),
+    "ddp_setup": ("line", "error"),
+    "main": ("who", "args.init_method", "one_line(error)", "args.rank", "args.world_size"),
     "<module>": ("error",),
 }

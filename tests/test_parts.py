@@ -837,6 +837,20 @@ def test_processes_of_one_host_take_different_devices(parse, monkeypatch, tmp_pa
     assert module.choose_device(args) == torch.device("cuda", 0)
 
 
+def test_a_host_may_play_several_nodes(parse, monkeypatch, tmp_path):
+    """With --nnodes, and CUDA_VISIBLE_DEVICES of its own for each."""
+    monkeypatch.setattr("time.sleep", asleep)
+    for rank in (0, 1):
+        options = ("--init-method", f"file://{tmp_path}/store", "--nnodes", 2, "--node-rank", rank)
+        module, args = parse("multinode.py", *options, "--nproc-per-node", 1)
+        monkeypatch.setattr(module, "loopback_error", lambda args: "")
+        try:
+            module.join(args)
+        except Asleep:
+            assert rank == 0  # it waits for the other one
+    assert (args.rank, args.local_rank, args.local_world_size) == (1, 0, 1)
+
+
 @pytest.mark.parametrize("platform", ["linux", "win32"])
 def test_no_libuv_on_windows(parse, monkeypatch, platform):
     options = ("--init-method", "tcp://127.0.0.1:9", "--world-size", 2, "--rank", 0)
@@ -897,6 +911,7 @@ def test_a_name_that_resolves_to_loopback_matters_to_several_nodes(parse, monkey
     for other in (own, "another"):
         store = dist.FileStore(str(tmp_path / other[:7]), 2)
         store.set("host of rank 1", other)
+        store.set("node of rank 1", other)
         store.set("loopback error", "on node another ...")
         if other == own:
             module.call_the_roll(store, args)
