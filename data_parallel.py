@@ -264,7 +264,11 @@ def main(args: argparse.Namespace, stop: torch.Tensor) -> None:
     log(line.format(**vars(args)))
     train_set, test_set, model, optimizer, schedule = load_train_objs(args, device)
     train_sampler = ShardedBatchSampler(
-        train_set, args.batch_size, num_replicas=1, rank=0, seed=args.seed
+        train_set,
+        args.batch_size,
+        num_replicas=1,
+        rank=0,
+        seed=args.seed,
     )
     # DataParallel splits a batch with chunk(), whose last part is the smallest.
     sizes = train_sampler.sizes()

@@ -281,29 +281,29 @@ class Trainer:
 # --- setting up ---
 
 
-def ddp_setup(rank: int, world_size: int, store: str, args: argparse.Namespace) -> torch.device:
+def ddp_setup(args: argparse.Namespace) -> torch.device:
     if args.deterministic:  # first of all: the process group chooses its kernels, too
         use_deterministic_kernels()
     if "OMP_NUM_THREADS" not in os.environ:  # or else every process takes all cores
-        torch.set_num_threads(max(1, torch.get_num_threads() // world_size))
+        torch.set_num_threads(max(1, torch.get_num_threads() // args.local_world_size))
     device = torch.device("cpu")
     if args.device != "cpu":
-        index = rank % torch.accelerator.device_count()
+        index = args.local_rank % torch.accelerator.device_count()
         device = torch.device(args.device, index)
         torch.accelerator.set_device_index(device.index)
     loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
-    if loopback:  # these processes need no network
+    if loopback:  # one node needs no network
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     dist.init_process_group(
         args.backend,
-        store=dist.FileStore(store, world_size),
-        rank=rank,
-        world_size=world_size,
+        store=dist.FileStore(args.store, args.world_size),
+        rank=args.rank,
+        world_size=args.world_size,
         timeout=datetime.timedelta(seconds=args.timeout),
         device_id=None if device.type == "cpu" else device,
     )
-    line = f"[rank {rank} of {world_size}] host {socket.gethostname()} | device {device}"
+    line = f"[rank {args.rank} of {args.world_size}] host {socket.gethostname()} | device {device}"
     line += f" | backend {dist.get_backend()} | threads {torch.get_num_threads()}"
     log(line, every_rank=True)
     return device
@@ -340,25 +340,28 @@ def prepare_dataloader(
 
 def main(
     rank: int,
-    world_size: int,
-    store: str,
     train_set: Dataset,
     test_set: Dataset,
     stop: torch.Tensor,
     args: argparse.Namespace,
 ) -> None:
-    device = ddp_setup(rank, world_size, store, args)
+    args.rank = args.local_rank = rank
+    device = ddp_setup(args)
     message = [None]
     if args.resume and rank == 0:  # rank 0 alone reads the snapshot, and broadcasts it
         message = [torch.load(args.snapshot_path, map_location="cpu", weights_only=True)]
     dist.broadcast_object_list(message, src=0)
     snapshot = message[0]
     model, optimizer, schedule = load_train_objs(args, train_set, device)
-    set_seed(args.seed, rank)  # from here on each rank draws its own
+    set_seed(args.seed, args.rank)  # from here on each rank draws its own
     train_sampler = ShardedBatchSampler(
-        train_set, args.batch_size, num_replicas=world_size, rank=rank, seed=args.seed
+        train_set,
+        args.batch_size,
+        num_replicas=args.world_size,
+        rank=args.rank,
+        seed=args.seed,
     )
-    shard = range(rank, len(test_set), world_size)  # no padding: every sample counts once
+    shard = range(args.rank, len(test_set), args.world_size)  # no padding: every sample counts once
     test_sampler = BatchSampler(shard, args.test_batch_size, drop_last=False)
     train_data = prepare_dataloader(train_set, train_sampler, device, args.num_workers)
     test_data = prepare_dataloader(test_set, test_sampler, device, args.num_workers)
@@ -381,16 +384,15 @@ def spawn(args: argparse.Namespace, stop: torch.Tensor) -> None:
     train_set, test_set = load_dataset(args.dataset, args.data_dir)  # load your dataset
     model = build_model(args.model, train_set[0][0].shape)  # load your model: here to check it once
     sampler = ShardedBatchSampler(
-        train_set, args.batch_size, num_replicas=args.nproc_per_node, rank=0, seed=args.seed
+        train_set, args.batch_size, num_replicas=args.world_size, rank=0, seed=args.seed
     )
-    check_batch_norm(model, sampler.sizes()[0] // args.nproc_per_node, train_set)
+    check_batch_norm(model, sampler.sizes()[0] // args.world_size, train_set)
     if stop.item():
         sys.exit(128 + stop.item())
     with tempfile.TemporaryDirectory() as folder:
-        store = os.path.join(folder, "store")  # no port to choose, and nothing that listens
-        objs = (args.nproc_per_node, store, train_set, test_set, stop, args)
+        args.store = os.path.join(folder, "store")  # no port to choose, and nothing that listens
         try:
-            start_and_wait(objs, args, stop)
+            start_and_wait((train_set, test_set, stop, args), args, stop)
         except RuntimeError as error:  # the data sets' tensors go to shared memory
             if "shared memory" not in str(error):
                 raise
@@ -560,6 +562,7 @@ def parse_args() -> argparse.Namespace:
     count = 0 if args.device == "cpu" else torch.accelerator.device_count()
     if args.nproc_per_node is None:
         args.nproc_per_node = 2 if args.device == "cpu" else count
+    args.world_size = args.local_world_size = args.nproc_per_node
     if args.backend == "auto":
         args.backend = dist.get_default_backend_for_device(args.device)
         if not dist.is_backend_available(args.backend):  # on Windows there is no NCCL
@@ -567,9 +570,9 @@ def parse_args() -> argparse.Namespace:
     serves = dist.Backend.backend_capability.get(args.backend, [])
     if args.device not in serves or not dist.is_backend_available(args.backend):
         parser.error(f"--backend {args.backend} does not work on {args.device} here: use auto")
-    if args.device != "cpu" and args.nproc_per_node > count and args.backend != "gloo":
+    if args.device != "cpu" and args.local_world_size > count and args.backend != "gloo":
         parser.error(
-            f"{args.nproc_per_node} processes are more than {count} devices: use "
+            f"{args.local_world_size} processes are more than {count} devices: use "
             f"--nproc-per-node {count}, --device cpu, or --backend gloo, where they may share one"
         )
     path = Path(args.snapshot_path)

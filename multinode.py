@@ -572,7 +572,7 @@ def run(args: argparse.Namespace, stop: torch.Tensor) -> None:
     except (DataError, OSError) as error:
         sys.exit(f"error: {error}")
     except RuntimeError as error:
-        # When a rank fails, the others lose it: the cause is that rank's error, not theirs.
+        # When a rank fails, the others lose it. Its error is the cause, and not theirs.
         if not is_lost_peer(error):
             raise
         line = f"error: rank {args.rank} has lost the others, look there for the cause"

@@ -255,7 +255,11 @@ def main(args: argparse.Namespace, stop: torch.Tensor) -> None:
     train_set, test_set, model, optimizer, schedule = load_train_objs(args, device)
     set_seed(args.seed)  # anew, as rank 0 of several processes does after the model is built
     train_sampler = ShardedBatchSampler(
-        train_set, args.batch_size, num_replicas=1, rank=0, seed=args.seed
+        train_set,
+        args.batch_size,
+        num_replicas=1,
+        rank=0,
+        seed=args.seed,
     )
     check_batch_norm(model, train_sampler.sizes()[0], train_set)
     test_sampler = BatchSampler(range(len(test_set)), args.test_batch_size, drop_last=False)

@@ -230,7 +230,8 @@ def make(parse, monkeypatch):
 
             patch.setattr(module.Trainer, "train", train)
             if script == "ddp_spawn.py":
-                args.nproc_per_node = 1  # and this process is it
+                args.nproc_per_node = args.world_size = 1  # and this process is it
+                args.local_world_size = 1
                 done = SimpleNamespace(processes=[], join=lambda **_: True)
                 spawn = lambda main, objs, count, join: main(0, *objs) or done  # noqa: E731
                 patch.setattr(mp, "spawn", spawn)

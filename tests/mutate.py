@@ -164,48 +164,16 @@ MUTANTS = [
     Mutant(
         "seed not passed to the sampler",
         "every --seed has the same order",
-        "rank=0, seed=args.seed",
-        "rank=0, seed=0",
-        parts("each_epoch_has_its_order_and_may_begin_in_the_middle", SINGLE, PARALLEL),
-    ),
-    Mutant(
-        "seed not passed to the sampler",
-        "every --seed has the same order",
-        "rank=rank, seed=args.seed",
-        "rank=rank, seed=0",
-        parts("each_epoch_has_its_order_and_may_begin_in_the_middle", SPAWN),
-    ),
-    Mutant(
-        "seed not passed to the sampler",
-        "every --seed has the same order",
         "        seed=args.seed,\n",
         "        seed=0,\n",
-        parts("each_epoch_has_its_order_and_may_begin_in_the_middle", *LAST),
-    ),
-    Mutant(
-        "sampler not passed",
-        "every rank trains on all the data",
-        "num_replicas=world_size, rank=rank,",
-        "num_replicas=1, rank=0,",
-        {SPAWN: SHARDS},
+        parts("each_epoch_has_its_order_and_may_begin_in_the_middle"),
     ),
     Mutant(
         "sampler not passed",
         "every rank trains on all the data",
         "num_replicas=args.world_size,\n        rank=args.rank,",
         "num_replicas=1,\n        rank=0,",
-        shares(*LAST),
-    ),
-    Mutant(
-        "padded evaluation",
-        "some test samples count twice",
-        "shard = range(rank, len(test_set), world_size)",
-        "shard = range(rank, len(test_set) + world_size - 1, world_size)\n"
-        "    shard = [index % len(test_set) for index in shard]",
-        {
-            SPAWN: "test_evaluation.py::test_evaluation_is_exact_where_the_world_size_does_not_"
-            "divide_the_test_set[7]",
-        },
+        {SPAWN: SHARDS, **shares(*LAST)},
     ),
     Mutant(
         "padded evaluation",
@@ -213,21 +181,18 @@ MUTANTS = [
         "shard = range(args.rank, len(test_set), args.world_size)",
         "shard = range(args.rank, len(test_set) + args.world_size - 1, args.world_size)\n"
         "    shard = [index % len(test_set) for index in shard]",
-        shares(*LAST),
+        {
+            SPAWN: "test_evaluation.py::test_evaluation_is_exact_where_the_world_size_does_not_"
+            "divide_the_test_set[7]",
+            **shares(*LAST),
+        },
     ),
     Mutant(
         "all ranks test on all",
         "each test sample counts as often as there are processes",
         "shard = range(args.rank, len(test_set), args.world_size)",
         "shard = range(len(test_set))",
-        shares(*LAST),
-    ),
-    Mutant(
-        "all ranks test on all",
-        "each test sample counts as often as there are processes",
-        "shard = range(rank, len(test_set), world_size)",
-        "shard = range(len(test_set))",
-        shares(SPAWN),
+        shares(),
     ),
     Mutant(
         "last test batch dropped",
@@ -284,16 +249,9 @@ MUTANTS = [
     Mutant(
         "one stream for all ranks",
         "all ranks drop out the same units",
-        "    set_seed(args.seed, rank)",
-        "    set_seed(args.seed, 0)",
-        shares(SPAWN),
-    ),
-    Mutant(
-        "one stream for all ranks",
-        "all ranks drop out the same units",
         "    set_seed(args.seed, args.rank)",
         "    set_seed(args.seed, 0)",
-        shares(*LAST),
+        shares(),
     ),
     Mutant(
         "gradients not cleared",
@@ -764,7 +722,7 @@ MUTANTS = [
     Mutant(
         "all on one device",
         "the others stay idle",
-        "index = rank %",
+        "index = args.local_rank %",
         "index = 0 *",
         setup(1, SPAWN),
     ),
@@ -1199,8 +1157,7 @@ MUTANTS = [
     # --- options: parsed, checked, and used nowhere -----------------------------------------------
     number("total_epochs", "    trainer.train(args.total_epochs)", "    trainer.train(5)"),
     number("save_every", "if self.epoch % self.args.save_every == 0", "if self.epoch % 1 == 0"),
-    number("batch_size", "args.batch_size, num_replicas=1", "32, num_replicas=1", SINGLE, PARALLEL),
-    number("batch_size", "args.batch_size, num_replicas=world", "32, num_replicas=world", SPAWN),
+    number("batch_size", "        args.batch_size,\n", "        32,\n", SINGLE, PARALLEL, SPAWN),
     number("batch_size", "        args.batch_size * args", "        32 * args", *LAST),
     number("test_batch_size", "args.test_batch_size, drop_last", "1000, drop_last"),
     number("lr", "lr=args.lr", "lr=0.01"),
@@ -1243,16 +1200,9 @@ MUTANTS = [
     Mutant(
         "another rank in the group",
         "processes claim one place",
-        "        rank=rank,\n        world_size",
-        "        rank=0,\n        world_size",
-        setup(1, SPAWN),
-    ),
-    Mutant(
-        "another rank in the group",
-        "processes claim one place",
         "        rank=args.rank,\n        world_size",
         "        rank=0,\n        world_size",
-        setup(1, ELASTIC),
+        setup(1, SPAWN, ELASTIC),
     ),
     Mutant(
         "dataset ignored",
@@ -1522,7 +1472,7 @@ MUTANTS = [
     Mutant(
         "BatchNorm's samples counted over all ranks",
         "a rank with a single sample fails in training",
-        "sampler.sizes()[0] // args.nproc_per_node",
+        "sampler.sizes()[0] // args.world_size",
         "sampler.sizes()[0]",
         {SPAWN: "test_parts.py::test_a_parent_looks_for_single_samples_of_batchnorm"},
     ),
@@ -1696,8 +1646,8 @@ MUTANTS = [
     Mutant(
         "a port for the processes of one host",
         "the store listens on all interfaces, and anybody may talk to it",
-        "store=dist.FileStore(store, world_size),",
-        'store=dist.TCPStore("localhost", 0, world_size, rank == 0, wait_for_workers=False),',
+        "store=dist.FileStore(args.store, args.world_size),",
+        'store=dist.TCPStore("localhost", 0, 1, args.rank == 0, wait_for_workers=False),',
         parts("the_processes_of_one_host_meet_without_a_port", SPAWN),
     ),
     Mutant(
@@ -1964,17 +1914,13 @@ MUTANTS = [
         RANK,
         *DDP,
     ),
-    figure("local rank for the rank", '"[rank {rank} of', '"[rank {rank - 1} of', RANK, SPAWN),
-    figure("ranks from 1", '"[rank {args.rank} of', '"[rank {args.rank + 1} of', RANK, *LAST),
-    figure(
-        "world", '"[rank {rank} of {world_size}]', '"[rank {rank} of {world_size + 1}]', RANK, SPAWN
-    ),
+    figure("ranks from 1", '"[rank {args.rank} of', '"[rank {args.rank + 1} of', RANK, *DDP),
     figure(
         "world",
         '"[rank {args.rank} of {args.world_size}]',
         '"[rank {args.rank} of {args.rank}]',
         RANK,
-        *LAST,
+        *DDP,
     ),
     figure(
         "rank 0's line alone",

@@ -101,11 +101,13 @@ def joined(tools: Tools, *arguments: object) -> dict:
     """What init_process_group is given; in multinode.py for a process with a rank of its own."""
     module, args = tools.parse(tools.script, *arguments)
     given, alone = {}, {"local_rank": 0, "local_world_size": 1}
+    if tools.script == "ddp_spawn.py":
+        vars(args).update(alone, rank=0, store="store")
     with tools.patch.context() as patch:
         patch.setattr(dist, "init_process_group", lambda *_, **kwargs: given.update(kwargs))
         patch.setattr(dist, "get_backend", lambda: "gloo")
         patch.setattr(module, "join", lambda args: vars(args).update(alone), raising=False)
-        module.ddp_setup(*((0, 1, "store") if tools.script == "ddp_spawn.py" else ()), args)
+        module.ddp_setup(args)
     return given
 
 
@@ -316,9 +318,11 @@ def test_backend(tools, script):
     tools, asked = tools(script), []
     module, args = tools.parse(script, "--backend", "gloo")
     args.backend = "own"
+    if script == "ddp_spawn.py":
+        args.rank, args.local_rank, args.store = 0, 0, "store"
     tools.patch.setattr(dist, "init_process_group", lambda name, **_: asked.append(name))
     tools.patch.setattr(dist, "get_backend", lambda: "own")
-    module.ddp_setup(*((0, 1, "store") if script == "ddp_spawn.py" else ()), args)
+    module.ddp_setup(args)
     assert asked == ["own"]
 
 

@@ -510,12 +510,10 @@ def test_a_process_gets_its_device_its_threads_and_its_interface(parse, monkeypa
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
     monkeypatch.setattr(module, "join", lambda args: None, raising=False)
     monkeypatch.setattr(module, "loopback_error", lambda args: "", raising=False)
-    if script != "ddp_spawn.py":
-        device = module.ddp_setup(args)
-    elif hosts == 1:
-        device = module.ddp_setup(1, 2, "store", args)
-    else:
-        return  # it knows one host
+    if script == "ddp_spawn.py" and hosts == 2:
+        return  # it knows one node
+    args.store = "store"
+    device = module.ddp_setup(args)
     assert device == given["device_id"] == torch.device("cuda", 1) and indices == [1]
     assert threads == [4] and given["timeout"].seconds == 9
     assert (given["rank"], given["world_size"]) == (2 * hosts - 1, 2 * hosts)
@@ -1006,7 +1004,7 @@ def test_a_rank_of_three_gets_its_shares_its_seed_and_its_smallest_batch(
     monkeypatch.setattr(module, "check_batch_norm", lambda _, count, __: smallest.append(count))
     monkeypatch.setattr(module, "Trainer", lambda *given: made(seen, *given))
     with pytest.raises(Made):
-        module.main(*((1, 3, "store", *data, None, args) if script == SCRIPTS[2] else (args, None)))
+        module.main(*((1, *data, None, args) if script == SCRIPTS[2] else (args, None)))
     assert seeds == [(7,), (7, 1)]  # the same weights, and draws of its own
     _, train_data, test_data, *_ = seen["trainer"]
     sampler = train_data.sampler
@@ -1148,7 +1146,9 @@ def test_the_processes_of_one_host_meet_without_a_port(parse, monkeypatch, scrip
     given = {}
     monkeypatch.setattr(dist, "init_process_group", lambda _, **kwargs: given.update(kwargs))
     monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
-    module.ddp_setup(*((0, 1, "store") if script == "ddp_spawn.py" else ()), args)
+    if script == "ddp_spawn.py":
+        args.rank, args.local_rank, args.store = 0, 0, "store"
+    module.ddp_setup(args)
     expected = dist.FileStore if script == "ddp_spawn.py" else dist.HashStore
     assert type(given["store"]) is expected
 
@@ -1386,6 +1386,7 @@ class Bar(list):
 @every_ddp_script
 def test_the_line_of_a_rank(parse, monkeypatch, capsys, script):
     module, args = parse(script)
+    args.store = "store"
     args.device, args.rank, args.local_rank, args.local_world_size = "cuda", 1, 1, 2
     args.world_size = 2
     monkeypatch.setattr(os, "environ", {})
@@ -1397,7 +1398,7 @@ def test_the_line_of_a_rank(parse, monkeypatch, capsys, script):
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
     monkeypatch.setattr(module, "join", lambda *_: None, raising=False)
-    module.ddp_setup(*((1, 2, "store") if script == "ddp_spawn.py" else ()), args)
+    module.ddp_setup(args)
     line = "[rank 1 of 2] host thathost | device cuda:1 | backend nccl | threads 4\n"
     assert capsys.readouterr().out == line
 
