@@ -90,7 +90,7 @@ CONTESTANTS = {
     "SGD fused": Contestant(
         "spawn",
         "ddp_spawn.py",
-        edit=("momentum=args.momentum)", "momentum=args.momentum, fused=True)"),
+        edit=("momentum=args.momentum,\n", "momentum=args.momentum,\n        fused=True,\n"),
     ),
     "one bucket for all gradients": Contestant(
         "spawn",
@@ -98,7 +98,9 @@ CONTESTANTS = {
         edit=("gradient_as_bucket_view=True", "gradient_as_bucket_view=True, bucket_cap_mb=100"),
     ),
     "gradients copied to the buckets": Contestant(
-        "spawn", "ddp_spawn.py", edit=(", gradient_as_bucket_view=True", "")
+        "spawn",
+        "ddp_spawn.py",
+        edit=("gradient_as_bucket_view=True", "gradient_as_bucket_view=False"),
     ),
     "agreeing on a stop at every step": Contestant(
         "spawn", "ddp_spawn.py", edit=("if step % self.ask_every > 0 and", "if step % 1 > 0 and")
@@ -111,7 +113,10 @@ CONTESTANTS = {
     "all threads in each process": Contestant(
         "spawn",
         "ddp_spawn.py",
-        edit=("torch.set_num_threads(max(1, torch.get_num_threads() // world_size))", "pass"),
+        edit=(
+            "max(1, torch.get_num_threads() // args.local_world_size)",
+            "torch.get_num_threads()",
+        ),
     ),
     "a session for each process": Contestant(
         "spawn",
