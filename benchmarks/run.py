@@ -62,7 +62,7 @@ LOCAL = 12_288  # samples of an epoch: a whole number of batches of 256 for 1, 2
 
 @dataclass(frozen=True)
 class Contestant:
-    launch: str  # python: one process; spawn: it starts the others itself; torchrun
+    launch: str  # python: one process; spawn, node: it starts the others itself; torchrun
     program: str
     options: tuple[str, ...] = ()
     one_thread: bool = False  # OMP_NUM_THREADS=1
@@ -76,8 +76,8 @@ CONTESTANTS = {
     "data_parallel.py": Contestant("python", "data_parallel.py"),
     "ddp_spawn.py": Contestant("spawn", "ddp_spawn.py"),
     "ddp_torchrun.py": Contestant("torchrun", "ddp_torchrun.py"),
-    "multinode.py": Contestant("torchrun", "multinode.py"),
-    "multinode.py --accumulate 8": Contestant("torchrun", "multinode.py", ("--accumulate", "8")),
+    "multinode.py": Contestant("node", "multinode.py"),
+    "multinode.py --accumulate 8": Contestant("node", "multinode.py", ("--accumulate", "8")),
     "ddp_torchrun.py --accumulate 8": Contestant(
         "torchrun", "ddp_torchrun.py", ("--accumulate", "8")
     ),
@@ -420,7 +420,10 @@ def commands(
         return [hosts.command(host, argv) for host, argv in enumerate(words)]
     if contestant.launch == "torchrun" and (count > 1 or contestant.program == "ddp_torchrun.py"):
         return [[*torchrun, "--standalone", f"--nproc_per_node={count}", program, *arguments]]
-    if contestant.launch == "spawn":
+    if contestant.launch == "node":
+        store = data.parent / f"store-{uuid.uuid4().hex}"
+        arguments += ["--nnodes", "1", "--node-rank", "0", "--init-method", f"file://{store}"]
+    if contestant.launch in ("spawn", "node"):
         arguments += ["--nproc-per-node", str(count)]
     return [[sys.executable, program, *arguments]]
 
