@@ -1273,11 +1273,8 @@ MUTANTS = [
     Mutant(
         "optimizer before the device",
         "where torch makes new parameters there, nothing is trained",
-        ".to(device)  # load your model\n    optimizer = torch.optim.SGD(\n"
-        "        model.parameters(),\n        lr=args.lr,\n        momentum=args.momentum,\n"
-        "    )\n",
-        "\n    optimizer = torch.optim.SGD(model.parameters(), args.lr, args.momentum)\n"
-        "    model = model.to(device)\n",
+        "        model.parameters(),\n",
+        "        [parameter.clone().detach() for parameter in model.parameters()],\n",
         parts("the_optimizer_has_the_parameters_that_are_on_the_device"),
     ),
     Mutant(
