@@ -5,16 +5,17 @@
     python ddp_torchrun.py --resume                           one process, without torchrun
     torchrun --nproc_per_node=4 ddp_torchrun.py --batch-size 8 --accumulate 4 --amp bf16 --compile
     torchrun --nnodes=2 --node_rank=0 --nproc_per_node=4 --master_addr=10.0.0.1 ddp_torchrun.py
+        two nodes: the same on the second one, with --node_rank=1
     torchrun --nnodes=1:4 --nproc_per_node=4 --max-restarts=3 --rdzv_id=7 --rdzv_backend=c10d
         --rdzv_endpoint=10.0.0.1:29400 ddp_torchrun.py        one to four nodes; they come and go
 
-The last two are started on every node; on the second one it is --node_rank=1. slurm/ has a batch
-script. The global batch is --batch-size times the processes times --accumulate. With
---max-restarts, a crash of any process restarts all, from this run's last snapshot; export
-TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or restarts may fail. Ctrl-C and SIGTERM stop all after the
-same step and save a snapshot. --resume then ends with the same weights as a run that was never
-stopped (on accelerators with --deterministic). To make this file yours, edit what is marked "load
-your".
+slurm/ has a batch script. The global batch is --batch-size times the processes times --accumulate.
+With --max-restarts, a crash of any process restarts all, from this run's last snapshot; export
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or the restarted processes find the crashed ones' answers in
+torchrun's store, and fail. Ctrl-C and SIGTERM stop all after the same step and save a snapshot;
+torchrun kills what has not stopped after 30 seconds. --resume then ends with the same weights as a
+run that was never stopped (on accelerators with --deterministic). To make this file yours, edit
+the lines that are marked "load your".
 """
 
 import argparse
@@ -508,7 +509,7 @@ def names_of_run(args: argparse.Namespace) -> list[str]:
     report = os.environ.get("TORCHELASTIC_ERROR_FILE")
     names = [None] * args.world_size
     dist.all_gather_object(names, Path(report).parents[2].name if report else "")
-    return [name for name in names if name]
+    return sorted({name for name in names if name})
 
 
 def find_snapshot(args: argparse.Namespace) -> dict | None:
