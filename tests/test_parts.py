@@ -104,6 +104,8 @@ def test_schedules_and_groups_go_on_unless_the_command_line_overrules_them(
             *trainer.optimizer.param_groups[0]
         } == keys and "overrules" not in capsys.readouterr().out
     trainer._save_snapshot()  # by a run that has no --lr itself
+    trainer.schedule.step()
+    assert rates(trainer) == pytest.approx([rate / 2 for rate in expected])
     _, trainer = make(script, "--resume", "--lr", 0.8, "--momentum", 0.5)
     text = capsys.readouterr().out
     assert "lr: 0.8 from the command line, not the snapshot's 0.4\n" in text
