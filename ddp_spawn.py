@@ -551,7 +551,7 @@ def parse_args() -> argparse.Namespace:
     add("--num-workers", type=at_least(0), default=0, help="loader processes; 4 for files, say")
     add("--nproc-per-node", type=at_least(1), help="default: one per device, 2 on a CPU")
     add("--backend", default="auto", help="nccl, gloo ...; auto: what suits the device")
-    add("--timeout", type=at_least(1), default=600, help="seconds that a collective may take")
+    add("--timeout", type=at_least(1), default=600, help="seconds to join, or for a collective")
     args = parser.parse_args()
     args.kept = [*vars(job.parse_args([]))]
     # Parsed again with None for every default: what is not None now was given.

@@ -348,7 +348,10 @@ def loopback_error(args: argparse.Namespace) -> str:
         address = "127.0.0.1"  # which gloo takes for a name that nobody knows
     if args.backend != "gloo" or "GLOO_SOCKET_IFNAME" in os.environ or address[:4] != "127.":
         return ""
-    remedy = "there export GLOO_SOCKET_IFNAME=the network's interface, or correct /etc/hosts"
+    remedy = (
+        "on that node export GLOO_SOCKET_IFNAME=its network interface (lo, if one machine plays "
+    )
+    remedy += "all nodes), or correct /etc/hosts"
     return f"on node {name} gloo takes {address} for its address: {remedy}"
 
 
@@ -520,7 +523,8 @@ def find_snapshot(args: argparse.Namespace) -> dict | None:
     snapshot = open_snapshot(args) if args.local_rank == 0 else None
     found = (False, -1, 0)
     if snapshot is not None:
-        found = (is_of_this_run(snapshot, args), snapshot["epoch"], snapshot["samples_seen"])
+        progress = (snapshot.get("epoch", 0), snapshot.get("samples_seen", 0))
+        found = (is_of_this_run(snapshot, args), *progress)
     all_found = [None] * args.world_size
     dist.all_gather_object(all_found, found)
     settings = {name: getattr(args, name) for name in args.kept}
@@ -528,6 +532,8 @@ def find_snapshot(args: argparse.Namespace) -> dict | None:
     dist.broadcast_object_list(message, src=all_found.index(max(all_found)))
     snapshot, settings = message
     vars(args).update(settings)
+    if args.resume and snapshot is None:
+        log(f"No snapshot at {args.snapshot_path}, starting from the beginning")
     return snapshot
 
 
@@ -539,8 +545,6 @@ def open_snapshot(args: argparse.Namespace) -> dict | None:
     path = Path(args.snapshot_path)
     resume = args.resume and args.rank == 0
     if not path.exists():
-        if resume:
-            log(f"No snapshot at {path}, starting from the beginning")
         return None
     try:
         snapshot = torch.load(path, map_location="cpu", weights_only=True)
@@ -624,7 +628,7 @@ def parse_args() -> argparse.Namespace:
     add("--sync-bn", action="store_true", help="BatchNorm over all ranks; not on a CPU")
     add("--local-rank", "--local_rank", dest="unused", help=argparse.SUPPRESS)
     add("--backend", default="auto", help="nccl, gloo ...; auto: what suits the device")
-    add("--timeout", type=at_least(1), default=600, help="seconds that a collective may take")
+    add("--timeout", type=at_least(1), default=600, help="seconds to join, or for a collective")
     args = parser.parse_args()
     args.kept = [*vars(job.parse_args([]))]
     # Parsed again with None for every default: what is not None now was given.

@@ -347,12 +347,11 @@ def join(args: argparse.Namespace) -> dist.Store:
     if url.scheme == "file":
         store = dist.FileStore(url.path, args.world_size)
     else:
+        socket.getaddrinfo(url.hostname, url.port)  # an unknown name is an error at once
 
         def rank_0_missing() -> str:
             try:
                 socket.create_connection((url.hostname, url.port), timeout=5).close()
-            except socket.gaierror:  # an unknown name stays unknown
-                raise
             except OSError as error:
                 hint = "is it started, is that its node's address, is there a firewall?"
                 return f"rank 0 at {args.init_method} ({error}; {hint})"
@@ -361,7 +360,7 @@ def join(args: argparse.Namespace) -> dist.Store:
         if args.rank > 0:
             wait_while(rank_0_missing, args)
         store = dist.TCPStore(
-            url.hostname,
+            url.hostname if args.rank > 0 else "localhost",  # rank 0 has the store itself
             url.port,
             args.world_size,
             is_master=args.rank == 0,
@@ -375,25 +374,28 @@ def join(args: argparse.Namespace) -> dist.Store:
 
 def call_the_roll(store: dist.Store, args: argparse.Namespace) -> None:
     # Each rank says that it is there, and on which host, and waits for the others to say so. From
-    # this follow its local rank, and how many processes share its node.
+    # this follow its local rank, and how many processes share its node. Whoever cannot take part
+    # must be refused before it has written anything about its rank.
+    hint = ", or remove the file of an earlier run" if type(store) is dist.FileStore else ""
+    told = store.compare_set("world size", "", str(args.world_size)).decode()
+    if told != str(args.world_size):
+        raise ValueError(f"another process has --world-size {told}: give all the same{hint}")
+    if store.add(f"claims of rank {args.rank}", 1) > 1:
+        raise ValueError(f"there is a rank {args.rank} already: give each process its own{hint}")
     boot_id = Path("/proc/sys/kernel/random/boot_id")  # hosts may have the same name
     host = socket.gethostname() + (boot_id.read_text() if boot_id.exists() else "")
     store.set(f"host of rank {args.rank}", host)
     store.set(f"node of rank {args.rank}", f"{host} {args.node_rank}")  # one host may play several
     if error := loopback_error(args):
         store.set("loopback error", error)
-    if store.add(f"rank {args.rank}", 1) > 1:
-        hint = ", or remove the file of an earlier run" if type(store) is dist.FileStore else ""
-        raise ValueError(f"there is a rank {args.rank} already: give each process its own{hint}")
-    told = store.compare_set("world size", "", str(args.world_size)).decode()
-    if told != str(args.world_size):
-        raise ValueError(f"another process says that there are {told}: give all the same number")
+    store.set(f"rank {args.rank}", "is there")
 
     def ranks_missing() -> str:
         ranks = [f"rank {rank}" for rank in range(args.world_size)]
         if store.check(ranks):
             return ""
-        return ", ".join(rank for rank in ranks if not store.check([rank]))
+        missing = [rank for rank in ranks if not store.check([rank])]
+        return ", ".join(missing if len(missing) < 20 else [*missing[:20], "..."])
 
     wait_while(ranks_missing, args)
     nodes = [store.get(f"node of rank {rank}") for rank in range(args.world_size)]
@@ -439,7 +441,10 @@ def loopback_error(args: argparse.Namespace) -> str:
         address = "127.0.0.1"  # which gloo takes for a name that nobody knows
     if args.backend != "gloo" or "GLOO_SOCKET_IFNAME" in os.environ or address[:4] != "127.":
         return ""
-    remedy = "there export GLOO_SOCKET_IFNAME=the network's interface, or correct /etc/hosts"
+    remedy = (
+        "on that node export GLOO_SOCKET_IFNAME=its network interface (lo, if one machine plays "
+    )
+    remedy += "all nodes), or correct /etc/hosts"
     return f"on node {name} gloo takes {address} for its address: {remedy}"
 
 
@@ -726,8 +731,6 @@ def find_ranks(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
     # The arguments say which rank this process has and how to reach the others, or else the
     # environment. Where neither does, it is alone.
     by_node = args.nnodes is not None or args.node_rank is not None
-    if dist.is_torchelastic_launched():
-        parser.error("torchrun starts ddp_torchrun.py; this script is for ranks given by hand")
     if by_node and {"rank", "world_size"} & set(args.given):
         parser.error("--nnodes and --node-rank stand in for --rank and --world-size: not both")
     if by_node and None in (args.nnodes, args.node_rank, args.init_method):
@@ -754,6 +757,8 @@ def find_ranks(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
     port = re.fullmatch(r"tcp://.+:(\d+)", args.init_method)
     if not (port and 0 < int(port[1]) < 2**16) and not args.init_method.startswith("file:///"):
         parser.error(f"--init-method {args.init_method}: write tcp://host:port or file:///path")
+    if not port and not os.access(Path(args.init_method[7:]).parent, os.W_OK):
+        parser.error(f"--init-method {args.init_method}: name a file in a folder that is there")
 
 
 def at_least(low: float) -> Callable[[str], float]:
@@ -808,7 +813,9 @@ def parse_args() -> argparse.Namespace:
     add("--epochs", type=at_least(1), help="the same as total_epochs")
     add("--no-cuda", action="store_true", help="the same as --device cpu")
     add("--backend", default="auto", help="nccl, gloo ...; auto: what suits the device")
-    add("--timeout", type=at_least(1), default=600, help="seconds that a collective may take")
+    add("--timeout", type=at_least(1), default=600, help="seconds to join, or for a collective")
+    if dist.is_torchelastic_launched():
+        parser.error("torchrun starts ddp_torchrun.py; this script is for ranks given by hand")
     args = parser.parse_args()
     args.kept = [*vars(job.parse_args([]))]
     # Parsed again with None for every default: what is not None now was given.

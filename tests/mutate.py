@@ -686,8 +686,8 @@ MUTANTS = [
     Mutant(
         "another node's snapshot counts as this run's",
         "after a restart the job goes on from an earlier run's",
-        "found = (is_of_this_run(snapshot, args), ",
-        "found = (True, ",
+        "found = (is_of_this_run(snapshot, args), *",
+        "found = (True, *",
         {ELASTIC: "test_parts.py::test_after_a_restart_the_furthest_snapshot_counts"},
     ),
     Mutant(
@@ -1042,8 +1042,8 @@ MUTANTS = [
     Mutant(
         "rank given twice",
         "two processes take one place, and all wait",
-        'if store.add(f"rank {args.rank}", 1) > 1:',
-        'if store.add(f"rank {args.rank}", 1) > 9:',
+        'if store.add(f"claims of rank {args.rank}", 1) > 1:',
+        'if store.add(f"claims of rank {args.rank}", 1) > 9:',
         {NODES: "test_parts.py::test_who_is_missing_double_or_of_another_world"},
     ),
     Mutant(
