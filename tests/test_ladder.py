@@ -96,3 +96,23 @@ def test_the_command_says_what_does_not_match(old, new, complaint):
     page, count = re.subn(old, new, PAGE, count=1)
     _, wrong = ladder.update(page)
     assert count == 1 and re.search(complaint, "\n".join(wrong))
+
+
+def test_all_scripts_have_one_order_and_the_same_headings():
+    """The story first: whoever knows one file finds everything in the next one."""
+    names = {script: [*ladder.parts(script)] for script in ("single_gpu.py", *ladder.STEPS)}
+    for script, old in ladder.STEPS.items():
+        both = [name for name in names[old] if name in names[script]]
+        assert both == [name for name in names[script] if name in names[old]]
+    story = ["__init__", "_run_batch", "_run_epoch", "_evaluate", "train"]
+    for script, found in names.items():
+        methods = [name.removeprefix("Trainer.") for name in found if name.startswith("Trainer.")]
+        assert methods[: len(story)] == story
+        code = (ROOT / script).read_text()
+        headings = ("    # --- snapshots and stopping", "# --- setting up", "# --- plumbing")
+        assert re.findall(r"^ *# ---.*", code, re.M) == [f"{heading} ---" for heading in headings]
+        told = code[code.index("class Trainer:") : code.index(headings[0])]
+        assert told.count("\n") < 160  # in one sitting
+        last = code.index("    def _load_snapshot"), code.index("def main("), code.index("def log(")
+        assert code.index(headings[0]) < last[0] < code.index(headings[1]) < last[1]
+        assert last[1] < code.index(headings[2]) < last[2]

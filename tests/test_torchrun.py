@@ -47,11 +47,14 @@ def test_a_restart_goes_on_from_the_last_snapshot(start, tmp_path, whole):
 
 
 def test_a_restart_never_picks_up_an_earlier_runs_snapshot(run, start, tmp_path, whole):
-    """The crash comes before the first save, and a snapshot of the same job lies there."""
+    """The crash comes before the first save, and a snapshot of the same job lies there. The runs
+    have the same --rdzv_id, as when somebody starts the same command line again."""
     options, _, expected = whole((TORCHRUN.format(2),))
-    run(RESTARTS, 1, *options[1:], "--lr", 0.1, **SHARED_STORE_OFF)
+    named = "--rdzv_id 7 --rdzv_backend c10d --rdzv_endpoint localhost:0"
+    launch = RESTARTS.replace("--standalone", named)
+    run(launch, 1, *options[1:], "--lr", 0.1, **SHARED_STORE_OFF)
     assert load(tmp_path / "checkpoint.pt")["epoch"] == 1
-    job = start(RESTARTS, *options, **SHARED_STORE_OFF)
+    job = start(launch, *options, **SHARED_STORE_OFF)
     job.wait_for(r"Epoch 0 \| Step 3 ")
     kill(job, 1)
     text = job.finish()
