@@ -200,8 +200,8 @@ class Trainer:
 
     def _load_snapshot(self, snapshot: dict) -> None:
         try:
-            # With another --lr or --momentum than the snapshot's, the new values must not be
-            # overwritten: keep them, and bring the new schedule to the snapshot's epoch.
+            # A new --lr or --momentum counts more than the snapshot's: the new values, and a new
+            # schedule that has come to this epoch, take the place of those that were loaded.
             then = snapshot["settings"]
             changeable = [name for name in self.optimizer.defaults if name in self.args.kept]
             if any(getattr(self.args, name) != then.get(name) for name in changeable):
@@ -264,11 +264,7 @@ def main(args: argparse.Namespace, stop: torch.Tensor) -> None:
     log(line.format(**vars(args)))
     train_set, test_set, model, optimizer, schedule = load_train_objs(args, device)
     train_sampler = ShardedBatchSampler(
-        train_set,
-        args.batch_size,
-        num_replicas=1,
-        rank=0,
-        seed=args.seed,
+        train_set, args.batch_size, num_replicas=1, rank=0, seed=args.seed
     )
     # DataParallel splits a batch with chunk(), whose last part is the smallest.
     sizes = train_sampler.sizes()

@@ -74,7 +74,7 @@ class Trainer:
         self.model = DDP(
             model,
             device_ids=None if device.type == "cpu" else [device.index],
-            gradient_as_bucket_view=True,  # saves a copy of the gradients
+            gradient_as_bucket_view=True,  # gradients lie in DDP's buckets: no second copy
         )
         self.train_data = train_data
         self.test_data = test_data
@@ -226,8 +226,8 @@ class Trainer:
         if self.rank > 0:
             dist.barrier()  # until rank 0 has loaded it, or has said, once, why it does not fit
         try:
-            # With another --lr or --momentum than the snapshot's, the new values must not be
-            # overwritten: keep them, and bring the new schedule to the snapshot's epoch.
+            # A new --lr or --momentum counts more than the snapshot's: the new values, and a new
+            # schedule that has come to this epoch, take the place of those that were loaded.
             then = snapshot["settings"]
             changeable = [name for name in self.optimizer.defaults if name in self.args.kept]
             if any(getattr(self.args, name) != then.get(name) for name in changeable):
@@ -241,6 +241,7 @@ class Trainer:
             self.schedule.load_state_dict(snapshot["schedule"])
             self.epoch = snapshot["epoch"]
             self.samples_seen = snapshot["samples_seen"]
+            # The sum over all ranks so far: one of them takes it up, or it would count again.
             self.loss_sum.fill_(snapshot["loss_sum"] if self.rank == 0 else 0)
             if self.rank < len(snapshot["rng_states"]):  # there may be more processes than then
                 set_rng_state(snapshot["rng_states"][self.rank], self.device)
@@ -252,9 +253,9 @@ class Trainer:
 
     def _settle_buckets(self) -> None:
         # After the first backward pass DDP regroups the gradients into other buckets, which changes
-        # the rounding. In a resumed run that would come at another step: so it is done here, with
-        # one backward pass in advance. Python's sum() stands in for the model's forward(), so that
-        # every parameter has a gradient whatever the model's inputs are.
+        # the rounding. In a resumed run that would be at another step: so one pass is made here,
+        # before training. Its "loss" is the sum of all parameters, with Python's sum() in place of
+        # forward(), whatever inputs the model takes.
         model = self.model.module
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         model.forward = sum
@@ -269,13 +270,13 @@ class Trainer:
             return 0
         orphaned = not mp.parent_process().is_alive()
         heard = signal.SIGTERM if orphaned else self.stop.item()
-        slow = time.perf_counter() - self.asked > self.ask_every  # by the second per step
+        slow = time.perf_counter() - self.asked > self.ask_every  # over a second per step
         answer = torch.tensor([heard, slow], device=self.device)
         dist.all_reduce(answer, op=dist.ReduceOp.MAX)
-        heard, slow = answer.tolist()
-        self.ask_every = 1 if slow else 10
+        agreed, slow_anywhere = answer.tolist()
+        self.ask_every = 1 if slow_anywhere else 10
         self.asked = time.perf_counter()
-        return heard
+        return agreed
 
 
 # --- setting up ---
@@ -353,13 +354,9 @@ def main(
     dist.broadcast_object_list(message, src=0)
     snapshot = message[0]
     model, optimizer, schedule = load_train_objs(args, train_set, device)
-    set_seed(args.seed, args.rank)  # from here on each rank draws its own
+    set_seed(args.seed, args.rank)  # from here on each rank has random numbers of its own
     train_sampler = ShardedBatchSampler(
-        train_set,
-        args.batch_size,
-        num_replicas=args.world_size,
-        rank=args.rank,
-        seed=args.seed,
+        train_set, args.batch_size, num_replicas=args.world_size, rank=args.rank, seed=args.seed
     )
     shard = range(args.rank, len(test_set), args.world_size)  # no padding: every sample counts once
     test_sampler = BatchSampler(shard, args.test_batch_size, drop_last=False)
@@ -377,7 +374,8 @@ def main(
 
 def spawn(args: argparse.Namespace, stop: torch.Tensor) -> None:
     catch_stop_signals(stop)
-    if open_snapshot(args) is None:  # here for its settings; rank 0 reads it again, to broadcast it
+    # Opened here for its settings, and to say once what is wrong. Rank 0 reads it again.
+    if open_snapshot(args) is None:
         args.resume = False
     line = "total_epochs: {total_epochs}, save_every: {save_every}, batch_size: {batch_size}"
     log(line.format(**vars(args)))
@@ -392,7 +390,7 @@ def spawn(args: argparse.Namespace, stop: torch.Tensor) -> None:
     with tempfile.TemporaryDirectory() as folder:
         args.store = os.path.join(folder, "store")  # no port to choose, and nothing that listens
         try:
-            start_and_wait((train_set, test_set, stop, args), args, stop)
+            start_and_wait(train_set, test_set, stop, args)
         except RuntimeError as error:  # the data sets' tensors go to shared memory
             if "shared memory" not in str(error):
                 raise
@@ -405,13 +403,14 @@ def spawn(args: argparse.Namespace, stop: torch.Tensor) -> None:
 PATIENCE = 25  # seconds that ranks have to save after a request to stop; torchrun gives 30
 
 
-def start_and_wait(objs: tuple, args: argparse.Namespace, stop: torch.Tensor) -> None:
-    processes = []
+def start_and_wait(
+    train_set: Dataset, test_set: Dataset, stop: torch.Tensor, args: argparse.Namespace
+) -> None:
+    # Ranks inherit this: else Ctrl-C would end them with tracebacks while they start.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    objs = (train_set, test_set, stop, args)
+    context = mp.spawn(main, objs, args.nproc_per_node, join=False)
     try:
-        # Ranks inherit this: else Ctrl-C would end them with tracebacks while they start.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        context = mp.spawn(main, objs, args.nproc_per_node, join=False)
-        processes = context.processes
         catch_stop_signals(stop)
         waited = 0  # seconds, since a stop was asked for
         while not context.join(timeout=1, grace_period=5):
@@ -421,13 +420,13 @@ def start_and_wait(objs: tuple, args: argparse.Namespace, stop: torch.Tensor) ->
                 log("error: not all ranks stopped: --resume goes on from the last snapshot")
                 sys.exit(128 + stop.item())
     except mp.ProcessExitedException as error:
-        if error.exit_code > 0:  # that rank has said why
+        if error.exit_code > 0:  # stopped and saved, or it has said what is wrong
             sys.exit(error.exit_code)
-        if stop.item():  # it had not begun to train
+        if stop.item():  # ended by the signal before it could train
             sys.exit(128 + stop.item())
         sys.exit(f"error: {error}: --resume goes on from the last snapshot")
     finally:
-        for process in processes:
+        for process in context.processes:
             process.kill()
 
 

@@ -10,9 +10,9 @@
         --rdzv_endpoint=10.0.0.1:29400 ddp_torchrun.py        one to four nodes; they come and go
 
 slurm/ has a batch script. The global batch is --batch-size times the processes times --accumulate.
-With --max-restarts, a crash of any process restarts all, from this run's last snapshot; export
-TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or the restarted processes find the crashed ones' answers in
-torchrun's store, and fail. Ctrl-C and SIGTERM stop all after the same step and save a snapshot;
+With --max-restarts, a crash of any process restarts all, from this run's last snapshot; for that
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or restarted processes fail on what the crashed ones
+left in torchrun's store. Ctrl-C and SIGTERM stop all after the same step and save a snapshot;
 torchrun kills what has not stopped after 30 seconds. --resume then ends with the same weights as a
 run that was never stopped (on accelerators with --deterministic). To make this file yours, edit
 the lines that are marked "load your".
@@ -82,7 +82,7 @@ class Trainer:
         self.model = DDP(
             model,
             device_ids=None if device.type == "cpu" else [device.index],
-            gradient_as_bucket_view=True,  # saves a copy of the gradients
+            gradient_as_bucket_view=True,  # gradients lie in DDP's buckets: no second copy
         )
         self.autocast = torch.autocast(device.type, AMP[args.amp], enabled=args.amp != "off")
         self.scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
@@ -117,8 +117,7 @@ class Trainer:
         for number, (micro_source, micro_targets) in enumerate(micro_batches, start=1):
             # Under no_sync() gradients add up on their rank; the last backward() sends the sum.
             last = number == parts
-            no_sync_yet = contextlib.nullcontext() if last else self.model.no_sync()
-            with no_sync_yet:
+            with contextlib.nullcontext() if last else self.model.no_sync():
                 with self.autocast:
                     output = self.model(micro_source)  # load your inputs
                     loss = F.cross_entropy(output, micro_targets, reduction="sum")  # load your loss
@@ -251,8 +250,8 @@ class Trainer:
         if self.rank > 0:
             dist.barrier()  # until rank 0 has loaded it, or has said, once, why it does not fit
         try:
-            # With another --lr or --momentum than the snapshot's, the new values must not be
-            # overwritten: keep them, and bring the new schedule to the snapshot's epoch.
+            # A new --lr or --momentum counts more than the snapshot's: the new values, and a new
+            # schedule that has come to this epoch, take the place of those that were loaded.
             then = snapshot["settings"]
             changeable = [name for name in self.optimizer.defaults if name in self.args.kept]
             if any(getattr(self.args, name) != then.get(name) for name in changeable):
@@ -268,6 +267,7 @@ class Trainer:
                 self.scaler.load_state_dict(snapshot["scaler"])
             self.epoch = snapshot["epoch"]
             self.samples_seen = snapshot["samples_seen"]
+            # The sum over all ranks so far: one of them takes it up, or it would count again.
             self.loss_sum.fill_(snapshot["loss_sum"] if self.rank == 0 else 0)
             if self.rank < len(snapshot["rng_states"]):  # there may be more processes than then
                 set_rng_state(snapshot["rng_states"][self.rank], self.device)
@@ -279,9 +279,9 @@ class Trainer:
 
     def _settle_buckets(self) -> None:
         # After the first backward pass DDP regroups the gradients into other buckets, which changes
-        # the rounding. In a resumed run that would come at another step: so it is done here, with
-        # one backward pass in advance. Python's sum() stands in for the model's forward(), so that
-        # every parameter has a gradient whatever the model's inputs are.
+        # the rounding. In a resumed run that would be at another step: so one pass is made here,
+        # before training. Its "loss" is the sum of all parameters, with Python's sum() in place of
+        # forward(), whatever inputs the model takes.
         model = self.model.module
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         model.forward = sum
@@ -296,13 +296,13 @@ class Trainer:
             return 0
         orphaned = dist.is_torchelastic_launched() and os.getppid() != LAUNCHER
         heard = signal.SIGTERM if orphaned else self.stop.item()
-        slow = time.perf_counter() - self.asked > self.ask_every  # by the second per step
+        slow = time.perf_counter() - self.asked > self.ask_every  # over a second per step
         answer = torch.tensor([heard, slow], device=self.device)
         dist.all_reduce(answer, op=dist.ReduceOp.MAX)
-        heard, slow = answer.tolist()
-        self.ask_every = 1 if slow else 10
+        agreed, slow_anywhere = answer.tolist()
+        self.ask_every = 1 if slow_anywhere else 10
         self.asked = time.perf_counter()
-        return heard
+        return agreed
 
 
 # --- setting up ---
@@ -348,11 +348,8 @@ def loopback_error(args: argparse.Namespace) -> str:
         address = "127.0.0.1"  # which gloo takes for a name that nobody knows
     if args.backend != "gloo" or "GLOO_SOCKET_IFNAME" in os.environ or address[:4] != "127.":
         return ""
-    remedy = (
-        "on that node export GLOO_SOCKET_IFNAME=its network interface (lo, if one machine plays "
-    )
-    remedy += "all nodes), or correct /etc/hosts"
-    return f"on node {name} gloo takes {address} for its address: {remedy}"
+    remedy = "export GLOO_SOCKET_IFNAME=its network interface (lo, if one machine plays all nodes)"
+    return f"on node {name} gloo takes {address} for its address: on it, {remedy}"
 
 
 def load_train_objs(args: argparse.Namespace, device: torch.device) -> tuple:
@@ -399,13 +396,10 @@ def main(args: argparse.Namespace, stop: torch.Tensor) -> None:
     line = "total_epochs: {total_epochs}, save_every: {save_every}, batch_size: {batch_size}"
     log(line.format(**vars(args)))
     train_set, test_set, model, optimizer, schedule = load_train_objs(args, device)
-    set_seed(args.seed, args.rank)  # from here on each rank draws its own
+    set_seed(args.seed, args.rank)  # from here on each rank has random numbers of its own
+    per_step = args.batch_size * args.accumulate
     train_sampler = ShardedBatchSampler(
-        train_set,
-        args.batch_size * args.accumulate,
-        num_replicas=args.world_size,
-        rank=args.rank,
-        seed=args.seed,
+        train_set, per_step, num_replicas=args.world_size, rank=args.rank, seed=args.seed
     )
     smallest = train_sampler.sizes()[0] // args.world_size // args.accumulate
     if args.sync_bn:
@@ -504,11 +498,10 @@ def waiting_for(whom: str) -> Iterator[None]:
 
 
 def names_of_run(args: argparse.Namespace) -> list[str]:
-    # torchrun restarts this script with the command line of the first start: what tells a restart
-    # from a new run is the folder where processes are to report errors, for example
+    # The names by which a snapshot knows its run: a restart and a new run have the same command
+    # line, but torchrun makes a folder for each run, on each node, and keeps it for the restarts.
+    # It is 7_c3d4, for --rdzv_id 7, where local rank 1 is to report errors in
     #     /tmp/torchelastic_a1b2/7_c3d4/attempt_0/1/error.json
-    # for --rdzv_id 7 and local rank 1. Each node's torchrun makes a new 7_c3d4 for a run, and keeps
-    # it for the run's restarts. These names are in the snapshot's settings.
     report = os.environ.get("TORCHELASTIC_ERROR_FILE")
     names = [None] * args.world_size
     dist.all_gather_object(names, Path(report).parents[2].name if report else "")
@@ -516,20 +509,20 @@ def names_of_run(args: argparse.Namespace) -> list[str]:
 
 
 def find_snapshot(args: argparse.Namespace) -> dict | None:
-    # The first process of each node looks: after a restart rank 0 may be on another node than when
-    # it saved. max() compares (of this run?, epoch, samples): a snapshot of this run counts more
-    # than the one that --resume asks rank 0 for, and the furthest counts most.
+    # The first process of each node offers its file: after a restart rank 0 may be on a node
+    # without one. The best offer wins: this run's own before the one that --resume asks rank 0
+    # for, and the furthest of these.
     args.run_names = names_of_run(args)
     snapshot = open_snapshot(args) if args.local_rank == 0 else None
-    found = (False, -1, 0)
+    offer = (False, -1, 0)
     if snapshot is not None:
         progress = (snapshot.get("epoch", 0), snapshot.get("samples_seen", 0))
-        found = (is_of_this_run(snapshot, args), *progress)
-    all_found = [None] * args.world_size
-    dist.all_gather_object(all_found, found)
+        offer = (is_of_this_run(snapshot, args), *progress)
+    offers = [None] * args.world_size
+    dist.all_gather_object(offers, offer)
     settings = {name: getattr(args, name) for name in args.kept}
     message = [snapshot, settings]
-    dist.broadcast_object_list(message, src=all_found.index(max(all_found)))
+    dist.broadcast_object_list(message, src=offers.index(max(offers)))
     snapshot, settings = message
     vars(args).update(settings)
     if args.resume and snapshot is None:
@@ -543,14 +536,14 @@ def is_of_this_run(snapshot: dict, args: argparse.Namespace) -> bool:
 
 def open_snapshot(args: argparse.Namespace) -> dict | None:
     path = Path(args.snapshot_path)
-    resume = args.resume and args.rank == 0
+    asked = args.resume and args.rank == 0
     if not path.exists():
         return None
     try:
         snapshot = torch.load(path, map_location="cpu", weights_only=True)
         # After a crash torchrun starts everything anew: go on from what this run has saved, but
         # never from the snapshot of an earlier one; --resume asks for that.
-        if not resume and not is_of_this_run(snapshot, args):
+        if not asked and not is_of_this_run(snapshot, args):
             return None
         # A resumed run goes on as it was started, but for what its own command line says.
         for name in args.kept:
@@ -563,7 +556,7 @@ def open_snapshot(args: argparse.Namespace) -> dict | None:
             elif then != now:
                 log(f"{name}: {now} from the command line, not the snapshot's {then}")
     except Exception as error:  # torch.load raises nearly everything
-        if not resume:  # it is another program's
+        if not asked:  # another program's file is no error
             return None
         cannot_resume(args, error)
     return snapshot

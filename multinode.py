@@ -9,11 +9,11 @@
     MASTER_ADDR=10.0.0.1 MASTER_PORT=22225 RANK=0 WORLD_SIZE=2 python multinode.py
     python multinode.py --check ...             no training: is everybody there, and how fast?
 
-The rest is as in ddp_torchrun.py, but nothing restarts by itself: --resume goes on. Each node
-loads its own data, rank 0 saves, and the others get the snapshot over the network. Whoever can
-reach the port can join: use a private network. docs/multinode.md says what to do when processes
-cannot join or are slow, and has a line for Slurm. To make this file yours, edit what is marked
-"load your".
+The rest is as in ddp_torchrun.py, but nothing restarts by itself: --resume goes on. Ctrl-C on one
+node stops all after the same step and saves; a second one there stops at once. Each node loads its
+own data, rank 0 saves, and the others get the snapshot over the network. Whoever can reach the port
+can join: use a private network. docs/multinode.md says what to do when processes cannot join or are
+slow, and has a line for Slurm. To make this file yours, edit the lines marked "load your".
 """
 
 import argparse
@@ -84,7 +84,7 @@ class Trainer:
         self.model = DDP(
             model,
             device_ids=None if device.type == "cpu" else [device.index],
-            gradient_as_bucket_view=True,  # saves a copy of the gradients
+            gradient_as_bucket_view=True,  # gradients lie in DDP's buckets: no second copy
         )
         self.autocast = torch.autocast(device.type, AMP[args.amp], enabled=args.amp != "off")
         self.scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
@@ -119,8 +119,7 @@ class Trainer:
         for number, (micro_source, micro_targets) in enumerate(micro_batches, start=1):
             # Under no_sync() gradients add up on their rank; the last backward() sends the sum.
             last = number == parts
-            no_sync_yet = contextlib.nullcontext() if last else self.model.no_sync()
-            with no_sync_yet:
+            with contextlib.nullcontext() if last else self.model.no_sync():
                 with self.autocast:
                     output = self.model(micro_source)  # load your inputs
                     loss = F.cross_entropy(output, micro_targets, reduction="sum")  # load your loss
@@ -253,8 +252,8 @@ class Trainer:
         if self.rank > 0:
             dist.barrier()  # until rank 0 has loaded it, or has said, once, why it does not fit
         try:
-            # With another --lr or --momentum than the snapshot's, the new values must not be
-            # overwritten: keep them, and bring the new schedule to the snapshot's epoch.
+            # A new --lr or --momentum counts more than the snapshot's: the new values, and a new
+            # schedule that has come to this epoch, take the place of those that were loaded.
             then = snapshot["settings"]
             changeable = [name for name in self.optimizer.defaults if name in self.args.kept]
             if any(getattr(self.args, name) != then.get(name) for name in changeable):
@@ -270,6 +269,7 @@ class Trainer:
                 self.scaler.load_state_dict(snapshot["scaler"])
             self.epoch = snapshot["epoch"]
             self.samples_seen = snapshot["samples_seen"]
+            # The sum over all ranks so far: one of them takes it up, or it would count again.
             self.loss_sum.fill_(snapshot["loss_sum"] if self.rank == 0 else 0)
             if self.rank < len(snapshot["rng_states"]):  # there may be more processes than then
                 set_rng_state(snapshot["rng_states"][self.rank], self.device)
@@ -281,9 +281,9 @@ class Trainer:
 
     def _settle_buckets(self) -> None:
         # After the first backward pass DDP regroups the gradients into other buckets, which changes
-        # the rounding. In a resumed run that would come at another step: so it is done here, with
-        # one backward pass in advance. Python's sum() stands in for the model's forward(), so that
-        # every parameter has a gradient whatever the model's inputs are.
+        # the rounding. In a resumed run that would be at another step: so one pass is made here,
+        # before training. Its "loss" is the sum of all parameters, with Python's sum() in place of
+        # forward(), whatever inputs the model takes.
         model = self.model.module
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         model.forward = sum
@@ -299,13 +299,13 @@ class Trainer:
         parent = mp.parent_process()  # there is one with --nnodes
         orphaned = parent is not None and not parent.is_alive()
         heard = signal.SIGTERM if orphaned else self.stop.item()
-        slow = time.perf_counter() - self.asked > self.ask_every  # by the second per step
+        slow = time.perf_counter() - self.asked > self.ask_every  # over a second per step
         answer = torch.tensor([heard, slow], device=self.device)
         dist.all_reduce(answer, op=dist.ReduceOp.MAX)
-        heard, slow = answer.tolist()
-        self.ask_every = 1 if slow else 10
+        agreed, slow_anywhere = answer.tolist()
+        self.ask_every = 1 if slow_anywhere else 10
         self.asked = time.perf_counter()
-        return heard
+        return agreed
 
 
 # --- setting up ---
@@ -374,8 +374,8 @@ def join(args: argparse.Namespace) -> dist.Store:
 
 def call_the_roll(store: dist.Store, args: argparse.Namespace) -> None:
     # Each rank says that it is there, and on which host, and waits for the others to say so. From
-    # this follow its local rank, and how many processes share its node. Whoever cannot take part
-    # must be refused before it has written anything about its rank.
+    # this follow its local rank, and how many processes share its node. Whoever is refused must not
+    # have overwritten what the rightful rank wrote.
     hint = ", or remove the file of an earlier run" if type(store) is dist.FileStore else ""
     told = store.compare_set("world size", "", str(args.world_size)).decode()
     if told != str(args.world_size):
@@ -421,7 +421,7 @@ def wait_while(missing: Callable[[], str], args: argparse.Namespace) -> None:
 
 def choose_device(args: argparse.Namespace) -> torch.device:
     count = torch.accelerator.device_count()
-    if count == 1:  # CUDA_VISIBLE_DEVICES may show each process another one
+    if count == 1 and args.nnodes is None:  # CUDA_VISIBLE_DEVICES may show each another one
         return torch.device(args.device, 0)
     if args.local_world_size > count and args.backend != "gloo":
         raise ValueError(
@@ -441,11 +441,8 @@ def loopback_error(args: argparse.Namespace) -> str:
         address = "127.0.0.1"  # which gloo takes for a name that nobody knows
     if args.backend != "gloo" or "GLOO_SOCKET_IFNAME" in os.environ or address[:4] != "127.":
         return ""
-    remedy = (
-        "on that node export GLOO_SOCKET_IFNAME=its network interface (lo, if one machine plays "
-    )
-    remedy += "all nodes), or correct /etc/hosts"
-    return f"on node {name} gloo takes {address} for its address: {remedy}"
+    remedy = "export GLOO_SOCKET_IFNAME=its network interface (lo, if one machine plays all nodes)"
+    return f"on node {name} gloo takes {address} for its address: on it, {remedy}"
 
 
 def load_train_objs(args: argparse.Namespace, device: torch.device) -> tuple:
@@ -496,13 +493,10 @@ def main(args: argparse.Namespace, stop: torch.Tensor) -> None:
     line = "total_epochs: {total_epochs}, save_every: {save_every}, batch_size: {batch_size}"
     log(line.format(**vars(args)))
     train_set, test_set, model, optimizer, schedule = load_train_objs(args, device)
-    set_seed(args.seed, args.rank)  # from here on each rank draws its own
+    set_seed(args.seed, args.rank)  # from here on each rank has random numbers of its own
+    per_step = args.batch_size * args.accumulate
     train_sampler = ShardedBatchSampler(
-        train_set,
-        args.batch_size * args.accumulate,
-        num_replicas=args.world_size,
-        rank=args.rank,
-        seed=args.seed,
+        train_set, per_step, num_replicas=args.world_size, rank=args.rank, seed=args.seed
     )
     smallest = train_sampler.sizes()[0] // args.world_size // args.accumulate
     if args.sync_bn:
@@ -586,7 +580,7 @@ def run(args: argparse.Namespace, stop: torch.Tensor) -> None:
 
 def run_rank(local_rank: int, args: argparse.Namespace, stop: torch.Tensor) -> None:
     args.rank += local_rank
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it, until it has begun to train
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it, until it begins to train
     run(args, stop)
 
 
@@ -594,12 +588,10 @@ PATIENCE = 25  # seconds that ranks have to save after a request to stop; torchr
 
 
 def spawn(args: argparse.Namespace, stop: torch.Tensor) -> None:
-    processes = []
+    # Ranks inherit this: else Ctrl-C would end them with tracebacks while they start.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    context = mp.spawn(run_rank, (args, stop), args.nproc_per_node, join=False)
     try:
-        # Ranks inherit this: else Ctrl-C would end them with tracebacks while they start.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        context = mp.spawn(run_rank, (args, stop), args.nproc_per_node, join=False)
-        processes = context.processes
         catch_stop_signals(stop)
         waited = 0  # seconds, since a stop was asked for
         while not context.join(timeout=1, grace_period=5):
@@ -609,13 +601,13 @@ def spawn(args: argparse.Namespace, stop: torch.Tensor) -> None:
                 log("error: not all ranks stopped: --resume goes on from the last snapshot")
                 sys.exit(128 + stop.item())
     except mp.ProcessExitedException as error:
-        if error.exit_code > 0:  # that rank has said why
+        if error.exit_code > 0:  # stopped and saved, or it has said what is wrong
             sys.exit(error.exit_code)
-        if stop.item():  # it had not begun to train
+        if stop.item():  # ended by the signal before it could train
             sys.exit(128 + stop.item())
         sys.exit(f"error: {error}: --resume goes on from the last snapshot")
     finally:
-        for process in processes:
+        for process in context.processes:
             process.kill()
 
 

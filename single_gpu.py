@@ -188,8 +188,8 @@ class Trainer:
 
     def _load_snapshot(self, snapshot: dict) -> None:
         try:
-            # With another --lr or --momentum than the snapshot's, the new values must not be
-            # overwritten: keep them, and bring the new schedule to the snapshot's epoch.
+            # A new --lr or --momentum counts more than the snapshot's: the new values, and a new
+            # schedule that has come to this epoch, take the place of those that were loaded.
             then = snapshot["settings"]
             changeable = [name for name in self.optimizer.defaults if name in self.args.kept]
             if any(getattr(self.args, name) != then.get(name) for name in changeable):
@@ -255,11 +255,7 @@ def main(args: argparse.Namespace, stop: torch.Tensor) -> None:
     train_set, test_set, model, optimizer, schedule = load_train_objs(args, device)
     set_seed(args.seed)  # anew, as rank 0 of several processes does after the model is built
     train_sampler = ShardedBatchSampler(
-        train_set,
-        args.batch_size,
-        num_replicas=1,
-        rank=0,
-        seed=args.seed,
+        train_set, args.batch_size, num_replicas=1, rank=0, seed=args.seed
     )
     check_batch_norm(model, train_sampler.sizes()[0], train_set)
     test_sampler = BatchSampler(range(len(test_set)), args.test_batch_size, drop_last=False)

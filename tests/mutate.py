@@ -164,15 +164,22 @@ MUTANTS = [
     Mutant(
         "seed not passed to the sampler",
         "every --seed has the same order",
-        "        seed=args.seed,\n",
-        "        seed=0,\n",
-        parts("each_epoch_has_its_order_and_may_begin_in_the_middle"),
+        "rank=0, seed=args.seed\n    )",
+        "rank=0, seed=0\n    )",
+        parts("each_epoch_has_its_order_and_may_begin_in_the_middle", SINGLE, PARALLEL),
+    ),
+    Mutant(
+        "seed not passed to the sampler",
+        "every --seed has the same order",
+        "rank=args.rank, seed=args.seed",
+        "rank=args.rank, seed=0",
+        parts("each_epoch_has_its_order_and_may_begin_in_the_middle", *DDP),
     ),
     Mutant(
         "sampler not passed",
         "every rank trains on all the data",
-        "num_replicas=args.world_size,\n        rank=args.rank,",
-        "num_replicas=1,\n        rank=0,",
+        "num_replicas=args.world_size, rank=args.rank,",
+        "num_replicas=1, rank=0,",
         {SPAWN: SHARDS, **shares(*LAST)},
     ),
     Mutant(
@@ -228,8 +235,8 @@ MUTANTS = [
         "replicas go their own ways",
         "DDP(\n            model,\n"
         '            device_ids=None if device.type == "cpu" else [device.index],\n'
-        "            gradient_as_bucket_view=True,  # saves a copy of the gradients\n",
-        "nn.DataParallel(\n            model,\n",
+        "            gradient_as_bucket_view=True,  #",
+        "nn.DataParallel(\n            model,\n            #",
         {SPAWN: UNEVEN.format(65), **parts(SENT, *LAST)},
     ),
     Mutant(
@@ -672,8 +679,8 @@ MUTANTS = [
     Mutant(
         "snapshot not broadcast",
         "all but rank 0 start from the beginning",
-        "    dist.broadcast_object_list(message, src=all",
-        "    dict(src=all",
+        "    dist.broadcast_object_list(message, src=offers",
+        "    dict(src=offers",
         parts(SENT, ELASTIC),
     ),
     Mutant(
@@ -686,8 +693,8 @@ MUTANTS = [
     Mutant(
         "another node's snapshot counts as this run's",
         "after a restart the job goes on from an earlier run's",
-        "found = (is_of_this_run(snapshot, args), *",
-        "found = (True, *",
+        "offer = (is_of_this_run(snapshot, args), *",
+        "offer = (True, *",
         {ELASTIC: "test_parts.py::test_after_a_restart_the_furthest_snapshot_counts"},
     ),
     Mutant(
@@ -841,7 +848,7 @@ MUTANTS = [
     Mutant(
         "slow steps asked after every tenth",
         "a stop takes longer than anyone waits for it",
-        "1 if slow else 10",
+        "1 if slow_anywhere else 10",
         "10",
         parts("slow_steps_are_asked_after_each", *DDP),
     ),
@@ -900,8 +907,8 @@ MUTANTS = [
     Mutant(
         "parent deaf while it loads",
         "its handlers come only with the processes",
-        "    catch_stop_signals(stop)\n    if",
-        "    if",
+        "    catch_stop_signals(stop)\n    # Opened",
+        "    # Opened",
         {SPAWN: "test_parts.py::test_a_parent_told_to_stop_while_it_loads_starts_nobody"},
     ),
     Mutant(
@@ -1108,7 +1115,7 @@ MUTANTS = [
     Mutant(
         "restart from rank 0's snapshot",
         "after a restart rank 0 may be on a node that has none",
-        "src=all_found.index(max(all_found))",
+        "src=offers.index(max(offers))",
         "src=0",
         {ELASTIC: "test_parts.py::test_after_a_restart_the_furthest_snapshot_counts"},
     ),
@@ -1157,8 +1164,20 @@ MUTANTS = [
     # --- options: parsed, checked, and used nowhere -----------------------------------------------
     number("total_epochs", "    trainer.train(args.total_epochs)", "    trainer.train(5)"),
     number("save_every", "if self.epoch % self.args.save_every == 0", "if self.epoch % 1 == 0"),
-    number("batch_size", "        args.batch_size,\n", "        32,\n", SINGLE, PARALLEL, SPAWN),
-    number("batch_size", "        args.batch_size * args", "        32 * args", *LAST),
+    number(
+        "batch_size",
+        "train_set, args.batch_size, num_replicas=1",
+        "train_set, 32, num_replicas=1",
+        SINGLE,
+        PARALLEL,
+    ),
+    number(
+        "batch_size",
+        "args.batch_size, num_replicas=args.world_size, rank=args",
+        "32, num_replicas=args.world_size, rank=args",
+        SPAWN,
+    ),
+    number("batch_size", "per_step = args.batch_size", "per_step = 32", *LAST),
     number("test_batch_size", "args.test_batch_size, drop_last", "1000, drop_last"),
     number("lr", "lr=args.lr", "lr=0.01"),
     number("momentum", "momentum=args.momentum", "momentum=0.9"),
@@ -1184,8 +1203,8 @@ MUTANTS = [
     Mutant(
         "accumulate does not enlarge the batch",
         "each step takes --batch-size samples, in parts",
-        "        args.batch_size * args.accumulate,",
-        "        args.batch_size,",
+        "per_step = args.batch_size * args.accumulate",
+        "per_step = args.batch_size",
         shares(*LAST),
     ),
     number("nproc_per_node", "objs, args.nproc_per_node, join", "objs, 2, join", SPAWN),
@@ -1330,8 +1349,8 @@ MUTANTS = [
     Mutant(
         "resumed from another path",
         "--snapshot-path does nothing",
-        "    path = Path(args.snapshot_path)\n    resume =",
-        '    path = Path("checkpoint.pt")\n    resume =',
+        "    path = Path(args.snapshot_path)\n    asked =",
+        '    path = Path("checkpoint.pt")\n    asked =',
         parts(LINES, ELASTIC),
     ),
     Mutant(
@@ -1351,7 +1370,7 @@ MUTANTS = [
     Mutant(
         "resume ignored",
         "the option does nothing",
-        "if not resume and not is_of",
+        "if not asked and not is_of",
         "if not is_of",
         option("resume", ELASTIC),
     ),

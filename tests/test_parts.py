@@ -837,6 +837,9 @@ def test_processes_of_one_host_take_different_devices(parse, monkeypatch, tmp_pa
     args.backend = "nccl"
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     assert module.choose_device(args) == torch.device("cuda", 0)
+    args.nnodes = 2  # all processes of a node see the same devices then
+    with pytest.raises(ValueError, match="3 processes on this node are more than 1 devices"):
+        module.choose_device(args)
 
 
 def test_a_host_may_play_several_nodes(parse, monkeypatch, tmp_path):
