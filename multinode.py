@@ -761,6 +761,7 @@ def at_least(low: float) -> Callable[[str], float]:
             raise argparse.ArgumentTypeError(f"{text} is out of range, which begins at {low}")
         return value
 
+    number.__name__ = type(low).__name__  # argparse: "invalid int value"
     return number
 
 

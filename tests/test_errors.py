@@ -15,16 +15,18 @@ import torch
 from conftest import ROOT, SCRIPTS, TORCHRUN, epochs, idx_files, refusal
 
 USAGE = [
-    ((0,), "total_epochs is 0"),
-    ((5, -1), "save_every is -1"),
+    ((0,), "argument total_epochs: 0 is out of range, which begins at 1"),
+    ((5, -1), "argument save_every: -1 is out of range, which begins at 1"),
     (("five",), "argument total_epochs: invalid int value: 'five'"),
-    (("--batch-size", 0), "batch_size is 0"),
+    (("--batch-size", 0), "--batch_size: 0 is out of range, which begins at 1"),
     (("--batch_size", "1.5"), "invalid int value: '1.5'"),
-    (("--test-batch-size", 0), "test_batch_size is 0"),
-    (("--lr", "nan"), "lr is nan"),
-    (("--momentum", -0.1), "momentum is -0.1"),
-    (("--seed", -1), "seed is -1"),
-    (("--log-interval", -1), "log_interval is -1"),
+    (("--test-batch-size", 0), "argument --test-batch-size: 0 is out of range"),
+    (("--lr", "nan"), "argument --lr: nan is out of range, which begins at 0.0"),
+    (("--lr", "inf"), "argument --lr: inf is out of range"),
+    (("--lr", "fast"), "argument --lr: invalid float value: 'fast'"),
+    (("--momentum", -0.1), "argument --momentum: -0.1 is out of range"),
+    (("--seed", -1), "argument --seed: -1 is out of range, which begins at 0"),
+    (("--log-interval", -1), "argument --log-interval: -1 is out of range"),
     (("--dataset", "imagenet"), "invalid choice: 'imagenet'"),
     (("--model", "gpt"), "invalid choice: 'gpt'"),
     (("--device", "tpu"), "invalid choice: 'tpu'"),
@@ -33,8 +35,8 @@ USAGE = [
     (("--learning-rate", 1), "unrecognized arguments: --learning-rate"),
 ]
 SPAWN = [
-    (("--nproc-per-node", 0), "nproc_per_node is 0"),
-    (("--timeout", 0), "timeout is 0"),
+    (("--nproc-per-node", 0), "argument --nproc-per-node: 0 is out of range, which begins at 1"),
+    (("--timeout", 0), "argument --timeout: 0 is out of range"),
     (("--backend", "nccl"), "--backend nccl does not work on cpu"),
     (("--backend", "carrier-pigeon"), "--backend carrier-pigeon does not work on cpu"),
 ]
@@ -53,7 +55,8 @@ def test_usage_of_ddp_spawn(refuse, arguments, message):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_usage_on_the_real_command_line(run, tmp_path, script):
     text = run(script, "--lr", "-1", status=2)
-    assert refusal(text, script, tmp_path).startswith("lr is -1.0: it must be 0 or more")
+    expected = "argument --lr: -1 is out of range, which begins at 0.0"
+    assert refusal(text, script, tmp_path) == expected
 
 
 def test_more_processes_than_devices(run, tmp_path):

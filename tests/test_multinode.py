@@ -174,7 +174,7 @@ USAGE = [
     (
         (),
         {"RANK": "a", "WORLD_SIZE": 2, "MASTER_ADDR": "a", "MASTER_PORT": 1},
-        "argument --rank: invalid number value: 'a'",
+        "argument --rank: invalid int value: 'a'",
     ),
     (
         ("--init-method", "file:///no/such/file", "--rank", 0, "--world-size", 2),
