@@ -231,6 +231,7 @@ class Pairs(Plain):
 class Trainer:
 """
 LOSS = 'F.cross_entropy(output, targets, reduction="sum")'
+MICRO_LOSS = LOSS.replace("targets", "micro_targets")
 
 
 AT_THE_MARKS = [
@@ -239,11 +240,16 @@ AT_THE_MARKS = [
         "[part.to(self.device, non_blocking=self.pinned) for part in source]",
     ),
     ("self.model(source)", "self.model(*source)"),
+    ("self.model(micro_source)", "self.model(*micro_source)"),
     ("self.model.module(source)", "self.model.module(*source)"),
     ("source.tensor_split(parts)", "zip(*(part.tensor_split(parts) for part in source))"),
     (
         f"loss = {LOSS}",
         f"loss = sum({LOSS.replace('(output', '(values')} for values in output.values())",
+    ),
+    (
+        f"loss = {MICRO_LOSS}",
+        f"loss = sum({MICRO_LOSS.replace('(output', '(values')} for values in output.values())",
     ),
     (f"loss_sum += {LOSS}", f"loss_sum += {LOSS.replace('(output', '(output[0]')}"),
     ("(output.argmax", "(output[0].argmax"),
