@@ -2266,7 +2266,9 @@ def pytest_main(folder: Path, test: str) -> None:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     quick = ("-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--basetemp=files")
-    sys.exit(int(pytest.main([*quick, f"tests/{test}"])))
+    status = int(pytest.main([*quick, f"tests/{test}"]))
+    sys.stdout.flush()
+    os._exit(status)  # not sys.exit: gloo's threads may abort while Python ends
 
 
 def run_test(folder: Path, test: str) -> tuple[int, str, float]:
