@@ -26,7 +26,6 @@ import re
 import shutil
 import signal
 import socket
-import statistics
 import sys
 import threading
 import time
@@ -48,6 +47,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 from tqdm import tqdm
 
+from common.check import check
 from common.data import (
     DATASETS,
     Batches,
@@ -519,47 +519,6 @@ def main(args: argparse.Namespace, stop: torch.Tensor) -> None:
     dist.destroy_process_group()
     # After a stop the shells' number for a signal: not done yet.
     leave(128 + trainer.stopped if trainer.stopped else 0)
-
-
-def check(trainer: Trainer) -> None:
-    # Does an all-reduce add up, how long does it take, and what does that make of a step?
-    world_size = trainer.world_size
-    device = trainer.device
-    trainer.model.train()
-    source, targets = next(iter(trainer.train_data))
-    source = source.to(device, non_blocking=trainer.pinned)  # load your inputs
-    targets = targets.to(device, non_blocking=trainer.pinned)  # load your inputs
-    count = sum(parameter.numel() for parameter in trainer.model.parameters())
-    gradient = torch.full((count,), trainer.rank + 1.0, device=device)
-    dist.all_reduce(gradient)
-    wrong = (gradient != world_size * (world_size + 1) / 2).sum()
-    dist.all_reduce(wrong)
-    seconds = torch.empty(6, 2, device=device)
-    for row in seconds:
-        dist.barrier()
-        start = time.perf_counter()
-        with trainer.model.no_sync():
-            trainer._run_batch(source, targets, len(targets) * world_size).item()
-        row[0] = time.perf_counter() - start
-        dist.barrier()
-        start = time.perf_counter()
-        dist.all_reduce(gradient)
-        gradient[0].item()  # waits for the device
-        row[1] = time.perf_counter() - start
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)  # a step waits for the slowest rank
-    rows = seconds[1:].tolist()  # the first one warms up
-    compute = statistics.median(row[0] for row in rows)
-    reduce = statistics.median(row[1] for row in rows)
-    size = count * gradient.element_size()
-    sent = 2 * (world_size - 1) / world_size * size / reduce / 1e9  # by each rank, in a ring
-    share = reduce / (compute + reduce)
-    steps = len(trainer.train_data)
-    epoch = steps * (compute + reduce)
-    log(f"All-reduce | {size / 1e6:.2f} MB | {reduce * 1e3:.2f} ms | {sent:.4f} GB/s")
-    log(f"Step | {compute * 1e3:.2f} ms to compute, {share:.0%} of the step for the all-reduce")
-    log(f"Epoch | {steps} steps | about {epoch:.1f} s")
-    if wrong:
-        sys.exit(f"error: {wrong.item()} of {world_size * count} sums of the all-reduce are wrong")
 
 
 # --- plumbing ---

@@ -43,6 +43,7 @@ SINGLE, PARALLEL, SPAWN, ELASTIC, NODES = SCRIPTS = (
 DDP = (SPAWN, ELASTIC, NODES)
 LAST = (ELASTIC, NODES)
 DATA, MODEL, SEED = "common/data.py", "common/model.py", "common/seed.py"
+CHECK = "common/check.py"
 
 
 class Mutant(NamedTuple):
@@ -98,7 +99,7 @@ SENT = "every_rank_starts_from_what_rank_0_sends"
 SCHEDULES = "schedules_and_groups_go_on_unless_the_command_line_overrules_them"
 LOST = "test_parts.py::test_a_lost_peer_is_told_from_a_fault_of_ones_own"
 WAITING = "whoever_waits_says_for_whom"
-FIGURES = {NODES: "test_parts.py::test_the_figures_of_check"}
+FIGURES = {CHECK: "test_parts.py::test_the_figures_of_check"}
 TOTAL_TIME = "the_total_time_is_in_seconds"
 DEVICES = {PARALLEL: "test_parts.py::test_data_parallel_has_the_generators_of_all_its_devices"}
 PARENT = "a_parent_passes_on_signals_and_a_status_and_kills_who_is_left"
@@ -1145,7 +1146,7 @@ MUTANTS = [
         "an all-reduce that does not add up passes",
         "    if wrong:\n",
         "    if False:\n",
-        {NODES: "test_parts.py::test_check_adds_up"},
+        {CHECK: "test_parts.py::test_check_adds_up"},
     ),
     Mutant(
         "--check halves the speed",
@@ -1996,8 +1997,8 @@ MUTANTS = [
     Mutant(
         "figure: share of the computation",
         "a wrong number is printed",
-        "share = reduce /",
-        "share = compute /",
+        "{reduce / (compute + reduce):.0%}",
+        "{compute / (compute + reduce):.0%}",
         FIGURES,
     ),
     Mutant(
