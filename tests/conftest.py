@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from forks import Fork, stop_the_server
 
 ROOT = Path(__file__).resolve().parent.parent
 SITE = ROOT / "tests" / "site"
@@ -60,10 +61,22 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     machine.setattr(torch.backends.mps, "is_available", functools.cache(lambda: False))
 
 
+def pytest_sessionfinish() -> None:
+    """Wait for the process that was forked from: what it used counts as used by the tests."""
+    stop_the_server()
+
+
 class Job:
     """A script that was started; `finish` waits for it and checks that no process is left."""
 
-    def __init__(self, command: list[str], folder: Path, env: dict[str, str]) -> None:
+    def __init__(
+        self,
+        command: list[str],
+        folder: Path,
+        env: dict[str, str],
+        fork: bool = False,
+        host: str = "",
+    ) -> None:
         self.mark = uuid.uuid4().hex
         # One thread a process, as tests run side by side; an empty variable in `env` is one that
         # is not set.
@@ -72,6 +85,10 @@ class Job:
         env = {name: value for name, value in {**os.environ, **env}.items() if name not in unset}
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(SITE), env.get("PYTHONPATH"))))
         self.folder, self.output = folder, folder / f"output-{self.mark}"
+        self.output.touch()
+        if fork:
+            self.process = Fork(command, folder, env, self.output, host)
+            return
         with self.output.open("wb") as out:
             self.process = subprocess.Popen(
                 command,
@@ -96,13 +113,18 @@ class Job:
             time.sleep(0.01)
 
     def pids(self) -> list[int]:
-        """All living processes of the job, the parent first, the workers by age."""
+        """All living processes of the job, the parent first, the workers by age.
+
+        Those of its session, and torchrun's workers, which have sessions of their own.
+        """
         found = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 try:
-                    state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
-                    if state != "Z" and self.mark.encode() in (entry / "environ").read_bytes():
+                    state, _, _, session, *_ = stat(int(entry.name))
+                    ours = session == str(self.process.pid)
+                    ours = ours or self.mark.encode() in (entry / "environ").read_bytes()
+                    if state != "Z" and ours:
                         found.append(int(entry.name))
                 except OSError:
                     continue
@@ -113,11 +135,12 @@ class Job:
         workers = []
         for pid in self.pids():
             try:
-                if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    workers.append((pid, pid))
                 environment = Path(f"/proc/{pid}/environ").read_bytes()
+                program = Path(f"/proc/{pid}/cmdline").read_bytes()
                 if found := re.search(rb"\0LOCAL_RANK=(\d+)", environment):
                     workers.append((int(found[1]), pid))
+                elif stat(pid)[1] == str(self.process.pid) and b"resource_tracker" not in program:
+                    workers.append((pid, pid))
             except OSError:
                 continue
         return [pid for _, pid in sorted(workers)]
@@ -147,6 +170,11 @@ class Job:
         self.process.wait()
 
 
+def stat(pid: int) -> list[str]:
+    """State, parent, process group, session and so on, as in proc(5)."""
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+
+
 def command(launch: str, *arguments: object) -> list[str]:
     """`launch` is a script, or a command that ends with one: the words that start it."""
     *words, script = launch.split()
@@ -160,9 +188,15 @@ def start(tmp_path):
     """start(launch, *arguments, **environment) -> Job, in the test's own folder."""
     jobs = []
 
-    def start(launch: str, *arguments: object, folder: Path = tmp_path, **env: object) -> Job:
+    def start(
+        launch: str,
+        *arguments: object,
+        folder: Path = tmp_path,
+        fork: bool = False,
+        **env: object,
+    ) -> Job:
         env = {name: str(value) for name, value in env.items()}
-        jobs.append(Job(command(launch, *arguments), folder, env))
+        jobs.append(Job(command(launch, *arguments), folder, env, fork))
         return jobs[-1]
 
     yield start
@@ -178,6 +212,12 @@ def run(start):
         return start(launch, *arguments, **env).finish(status)
 
     return run
+
+
+@pytest.fixture
+def fork(run):
+    """fork(launch, *arguments, status=0, **environment) -> output; see forks.py."""
+    return functools.partial(run, fork=True)
 
 
 @pytest.fixture
@@ -334,7 +374,7 @@ def whole(tmp_path_factory):
         options = (2, *launch[1:], *data, "--model", "convnet", "--no-progress")
         options += ("--log-interval", 1)
         if launch not in made:
-            text = Job(command(launch[0], *options), folder, {}).finish()
+            text = Job(command(launch[0], *options), folder, {}, fork=True).finish()
             made[launch] = text, load(folder / "checkpoint.pt")
         return options, *made[launch]
 

@@ -59,8 +59,8 @@ def test_usage_on_the_real_command_line(run, tmp_path, script):
     assert refusal(text, script, tmp_path) == expected
 
 
-def test_more_processes_than_devices(run, tmp_path):
-    text = run("ddp_spawn.py", "--nproc-per-node", 3, status=2, LADDER_FAKE_GPUS=2)
+def test_more_processes_than_devices(fork, tmp_path):
+    text = fork("ddp_spawn.py", "--nproc-per-node", 3, status=2, LADDER_FAKE_GPUS=2)
     assert refusal(text, "ddp_spawn.py", tmp_path) == (
         "3 processes are more than 2 devices: use --nproc-per-node 2, --device cpu, "
         "or --backend gloo, where they may share one"
@@ -82,17 +82,17 @@ def error_line(text: str) -> str:
 
 
 @pytest.mark.parametrize("script", ["single_gpu.py", "ddp_spawn.py"])
-def test_a_snapshot_of_another_model(run, tmp_path, fashion, script):
+def test_a_snapshot_of_another_model(fork, tmp_path, fashion, script):
     """More of what does not fit: in test_parts.py."""
-    run("single_gpu.py", 1, *fashion(100, 10))
+    fork("single_gpu.py", 1, *fashion(100, 10))
     before = (tmp_path / "checkpoint.pt").read_bytes()
-    text = run(script, 2, *fashion(100, 10), "--model", "convnet", "--resume", status=1)
+    text = fork(script, 2, *fashion(100, 10), "--model", "convnet", "--resume", status=1)
     assert "made with --model mlp, and this run has convnet" in error_line(text)
     assert (tmp_path / "checkpoint.pt").read_bytes() == before
 
 
-def test_no_snapshot_to_resume_from_is_no_error(run, fashion):
-    text = run("ddp_spawn.py", 1, *fashion(100, 10), "--resume")
+def test_no_snapshot_to_resume_from_is_no_error(fork, fashion):
+    text = fork("ddp_spawn.py", 1, *fashion(100, 10), "--resume")
     assert "No snapshot at checkpoint.pt" in text and len(epochs(text)) == 1
 
 
@@ -101,34 +101,34 @@ NO_NETWORK = {f"{scheme}_proxy": "http://127.0.0.1:9" for scheme in ("http", "ht
 
 
 @pytest.mark.parametrize("dataset", ["mnist", "cifar10"])
-def test_download_fails(run, dataset):
-    text = run("ddp_spawn.py", 1, "--dataset", dataset, status=1, **NO_NETWORK)
+def test_download_fails(fork, dataset):
+    text = fork("ddp_spawn.py", 1, "--dataset", dataset, status=1, **NO_NETWORK)
     line = error_line(text)
     assert "cannot download" in line and "--dataset digits" in line, line
 
 
-def test_damaged_files(run, tmp_path):
+def test_damaged_files(fork, tmp_path):
     raw = idx_files(tmp_path / "data", 100, 10) / "FashionMNIST" / "raw"
     whole = (raw / "train-images-idx3-ubyte").read_bytes()
     for damage in (whole[:5000], b"", whole[:16] + whole[16 : 16 + 784 * 99]):
         (raw / "train-images-idx3-ubyte").write_bytes(damage)
-        text = run("single_gpu.py", 1, "--dataset", "fashion-mnist", status=1)
+        text = fork("single_gpu.py", 1, "--dataset", "fashion-mnist", status=1)
         assert "FashionMNIST in data is damaged or incomplete" in error_line(text)
         assert "delete it" in error_line(text)
 
 
-def test_a_missing_file_that_cannot_be_downloaded(run, tmp_path):
+def test_a_missing_file_that_cannot_be_downloaded(fork, tmp_path):
     raw = idx_files(tmp_path / "data", 100, 10) / "FashionMNIST" / "raw"
     (raw / "t10k-labels-idx1-ubyte").unlink()
-    text = run("single_gpu.py", 1, "--dataset", "fashion-mnist", status=1, **NO_NETWORK)
+    text = fork("single_gpu.py", 1, "--dataset", "fashion-mnist", status=1, **NO_NETWORK)
     assert "cannot download FashionMNIST to data" in error_line(text)
 
 
-def test_data_folder_that_cannot_be_written(run, tmp_path):
+def test_data_folder_that_cannot_be_written(fork, tmp_path):
     (tmp_path / "file").write_text("")
     for folder in ("file/data", "/proc/data"):
         options = ("--dataset", "mnist", "--data-dir", folder)
-        line = error_line(run("ddp_spawn.py", 1, *options, status=1))
+        line = error_line(fork("ddp_spawn.py", 1, *options, status=1))
         assert f"cannot use the data folder {folder}" in line and "--data-dir" in line
 
 
@@ -162,23 +162,23 @@ def test_too_little_shared_memory(tmp_path):
     assert "unable to allocate shared memory" in line and "--shm-size" in line
 
 
-def test_batchnorm_of_one_sample_is_refused_before_the_first_step(run, fashion):
+def test_batchnorm_of_one_sample_is_refused_before_the_first_step(fork, fashion):
     common = (1, *fashion(97, 10), "--model", "resnet18")
-    text = run("ddp_spawn.py", *common, "--batch-size", 1, status=1)
+    text = fork("ddp_spawn.py", *common, "--batch-size", 1, status=1)
     assert "BatchNorm needs 2 samples or more a process at a time" in error_line(text)
     assert "Steps:" not in text
-    run("single_gpu.py", *common, "--batch-size", 32)  # 97 are three times 32, and one
+    fork("single_gpu.py", *common, "--batch-size", 32)  # 97 are three times 32, and one
 
 
 @pytest.mark.parametrize("script", ["single_gpu.py", "ddp_spawn.py"])
-def test_disk_full_while_saving(tmp_path, fashion, script):
+def test_disk_full_while_saving(fork, tmp_path, fashion, script):
     """A file-size limit stands in for the full disk; the old snapshot stays whole."""
-    common = [sys.executable, str(ROOT / script), "--no-progress", *fashion(100, 10)]
-    subprocess.run([*common, "1"], cwd=tmp_path, check=True, capture_output=True, timeout=60)
+    options = ("--no-progress", *fashion(100, 10))
+    fork(script, 1, *options)
     before = (tmp_path / "checkpoint.pt").read_bytes()
     limit = 2**20  # the data fit, the MLP's 5 MB do not
     done = subprocess.run(
-        [*common, "2", "--resume"],
+        [sys.executable, str(ROOT / script), *options, "2", "--resume"],
         cwd=tmp_path,
         capture_output=True,
         timeout=60,
@@ -199,8 +199,8 @@ def test_what_is_registered_for_the_end_is_run(run, fashion, launch):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_exception_of_any_rank_reaches_the_user(run, fashion, rank):
-    text = run("ddp_spawn.py", 2, *fashion(1000, 10), status=1, LADDER_RAISE=f"{rank}:5")
+def test_an_exception_of_any_rank_reaches_the_user(fork, fashion, rank):
+    text = fork("ddp_spawn.py", 2, *fashion(1000, 10), status=1, LADDER_RAISE=f"{rank}:5")
     assert f"-- Process {rank} terminated with the following error:" in text
     assert "ArithmeticError: the test's own error" in text
     assert "in _run_batch" in text and "Connection closed" not in text
@@ -208,15 +208,14 @@ def test_an_exception_of_any_rank_reaches_the_user(run, fashion, rank):
 
 def test_a_rank_that_never_joins(start, fashion):
     began = time.monotonic()
-    job = start("ddp_spawn.py", 1, *fashion(100, 10), LADDER_DIE=1)
+    job = start("ddp_spawn.py", 1, *fashion(100, 10), fork=True, LADDER_DIE=1)
     job.finish(3, seconds=40)
     assert time.monotonic() - began < 40
 
 
 def test_a_rank_that_hangs(start, fashion):
-    job = start(
-        "ddp_spawn.py", 50, *fashion(1000, 10), "--timeout", 3, "--log-interval", 1, "--no-progress"
-    )
+    options = ("--timeout", 3, "--log-interval", 1, "--no-progress")
+    job = start("ddp_spawn.py", 50, *fashion(1000, 10), *options, fork=True)
     job.wait_for("Step 3 ")
     os.kill(job.workers()[1], signal.SIGSTOP)
     text = job.finish(1, seconds=60)
@@ -243,7 +242,7 @@ def test_a_stop_request_while_a_rank_hangs(start, tmp_path, fashion):
     script.write_text(text.replace("PATIENCE = 25 ", "PATIENCE = 2 "))
     (tmp_path / "project" / "common").symlink_to(ROOT / "common")
     options = ("--log-interval", 1, "--no-progress")
-    job = start(str(script), 50, *fashion(1000, 10), *options)
+    job = start(str(script), 50, *fashion(1000, 10), *options, fork=True)
     job.wait_for("Step 3 ")
     os.kill(job.workers()[1], signal.SIGSTOP)
     os.kill(job.process.pid, signal.SIGTERM)
@@ -268,14 +267,15 @@ def test_two_runs_at_once(start, tmp_path, fashion):
     data, jobs = fashion(1000, 10), []
     for number in (1, 2):
         (tmp_path / str(number)).mkdir()
-        jobs.append(start("ddp_spawn.py", 2, *data, folder=tmp_path / str(number)))
+        jobs.append(start("ddp_spawn.py", 2, *data, folder=tmp_path / str(number), fork=True))
     first, second = (epochs(job.finish()) for job in jobs)
     assert len(first) == 2
     assert [line["train_loss"] for line in first] == [line["train_loss"] for line in second]
 
 
 def test_nothing_listens_beyond_loopback(start, fashion):
-    job = start("ddp_spawn.py", 50, *fashion(1000, 10), "--log-interval", 1, "--no-progress")
+    options = ("--log-interval", 1, "--no-progress")
+    job = start("ddp_spawn.py", 50, *fashion(1000, 10), *options, fork=True)
     job.wait_for("Step 3 ")
     sockets = set()
     for pid in job.pids():

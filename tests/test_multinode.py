@@ -30,16 +30,24 @@ PORT = 22225
 
 @pytest.fixture
 def hosts(tmp_path):
-    """hosts(count) -> Hosts with start(host, launch, ...) -> Job, in a folder for each host."""
+    """hosts(count) -> Hosts with start(host, launch, ...) -> Job, in a folder for each host.
+
+    Forked (see forks.py), unless `fork` is False.
+    """
     require(requirements())
     opened, jobs = [], []
 
-    def start(host: int, launch: str, *arguments: object, **env: object) -> Job:
+    def start(host: int, launch: str, *arguments: object, fork: bool = True, **env: object) -> Job:
         folder = tmp_path / f"host{host}"
         folder.mkdir(exist_ok=True)
         env = {**PLAIN, **{name: str(value) for name, value in env.items()}}
-        jobs.append(Job(opened[0].command(host, command(launch, *arguments)), folder, env))
-        return jobs[-1]
+        words = command(launch, *arguments)
+        if fork:
+            job = Job(words, folder, env, fork=True, host=opened[0].name(host))
+        else:
+            job = Job(opened[0].command(host, words), folder, env)
+        jobs.append(job)
+        return job
 
     def hosts(count: int, **options: object) -> Hosts:
         opened.append(Hosts(count, **options))
@@ -79,7 +87,9 @@ def job(tmp_path_factory):
     folder = tmp_path_factory.mktemp("job")
     data = ("--dataset", "fashion-mnist", "--data-dir", idx_files(folder, 500, 10))
     options = (2, *data, "--no-progress", "--log-interval", 1)
-    text = Job(command("single_gpu.py", *options, "--batch-size", 24), folder, DOUBLE).finish()
+    text = Job(
+        command("single_gpu.py", *options, "--batch-size", 24), folder, DOUBLE, fork=True
+    ).finish()
     return options, losses(text), load(folder / "checkpoint.pt")
 
 
@@ -142,7 +152,7 @@ def test_ways_of_launching(hosts, tmp_path, job, way):
         elif way == "2019":
             arguments = (*by_hand(hosts, rank), "--test-batch-size", 5, "--epochs", 2, "--no-cuda")
             arguments += ("--lr", 0.01, "--momentum", 0.9, "--seed", 42, "--log-interval", 1)
-        jobs.append(hosts.start(rank, launch, *options, *size, *arguments, **env))
+        jobs.append(hosts.start(rank, launch, *options, *size, *arguments, fork=False, **env))
     texts = [job.finish() for job in jobs]
     text = max(texts, key=lambda text: len(losses(text)))  # of rank 0, on either host with c10d
     assert losses(text) == expected
@@ -317,7 +327,7 @@ def test_a_peer_that_is_lost_in_training(hosts, job, how):
 def test_a_link_that_is_down_for_a_while(hosts, tmp_path, job):
     options, _, _ = job
     hosts = hosts(2)
-    arguments = (30, *options[1:], "--batch-size", 12, "--timeout", 60)
+    arguments = (8, *options[1:], "--batch-size", 12, "--timeout", 60)
     jobs = [
         hosts.start(r, "multinode.py", *arguments, *by_hand(hosts, r), **DOUBLE) for r in (0, 1)
     ]
@@ -330,7 +340,7 @@ def test_a_link_that_is_down_for_a_while(hosts, tmp_path, job):
     hosts.link(1, up=True)
     for job in jobs:
         job.finish()
-    jobs[0].text.index("Epoch 29 | Training checkpoint saved")
+    jobs[0].text.index("Epoch 7 | Training checkpoint saved")
 
 
 def test_ctrl_c_on_one_host_stops_all(hosts, tmp_path, job):
@@ -342,7 +352,9 @@ def test_ctrl_c_on_one_host_stops_all(hosts, tmp_path, job):
     for each in jobs:
         each.finish()
     expected = load(tmp_path / "host0" / "checkpoint.pt")
-    jobs = [hosts.start(r, "multinode.py", *options, *by_node(hosts, r)) for r in (0, 1)]
+    jobs = [
+        hosts.start(r, "multinode.py", *options, *by_node(hosts, r), fork=False) for r in (0, 1)
+    ]
     jobs[0].wait_for(r"Epoch 1 \| Step 3 ")
     os.killpg(jobs[1].process.pid, signal.SIGINT)
     texts = [each.finish(128 + signal.SIGINT) for each in jobs]
@@ -362,8 +374,8 @@ def test_elastic_hosts_go_and_come_back(hosts, tmp_path, job):
     hosts = hosts(2)
     launch = f"{ELASTIC} --rdzv_endpoint {hosts.address(0)}:{PORT} {QUICK} ddp_torchrun.py"
     arguments = (60, *options[1:], "--model", "convnet", "--batch-size", 2, "--timeout", 10)
-    first = hosts.start(0, launch, *arguments, **SHARED_STORE_OFF)
-    second = hosts.start(1, launch, *arguments, **SHARED_STORE_OFF)
+    first = hosts.start(0, launch, *arguments, fork=False, **SHARED_STORE_OFF)
+    second = hosts.start(1, launch, *arguments, fork=False, **SHARED_STORE_OFF)
     for each in (first, second):
         each.wait_for(r"^\[rank \d of 2\]")
     both = first.text + second.text
@@ -373,7 +385,7 @@ def test_elastic_hosts_go_and_come_back(hosts, tmp_path, job):
     second.kill()
     first.wait_for(r"^\[rank 0 of 1\]", 90)
     first.wait_for(r"^Resuming training from snapshot at Epoch [1-9]", 30)
-    again = hosts.start(1, launch, *arguments, **SHARED_STORE_OFF)
+    again = hosts.start(1, launch, *arguments, fork=False, **SHARED_STORE_OFF)
     again.wait_for(r"^\[rank \d of 2\]", 90)
     for each in (first, again):
         each.finish(seconds=240)

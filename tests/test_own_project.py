@@ -78,7 +78,9 @@ def edited(
 
 
 def python(folder: Path, *command: object, status: int = 0, **env: str) -> str:
-    return Job([sys.executable, *map(str, command)], folder, env).finish(status, seconds=300)
+    return Job([sys.executable, *map(str, command)], folder, env, fork=True).finish(
+        status, seconds=300
+    )
 
 
 def own(script: str, dataset: str, model: str, *edits: tuple[str, str]) -> list[tuple[str, str]]:

@@ -28,17 +28,17 @@ TORCHRUN2 = (TORCHRUN.format(2),)
         (TORCHRUN2, "convnet"),
     ],
 )
-def test_stopped_after_an_epoch(run, tmp_path, fashion, launch, model):
+def test_stopped_after_an_epoch(fork, tmp_path, fashion, launch, model):
     options = (*launch[1:], *fashion(400, 10), "--model", model, "--no-progress")
-    whole = run(launch[0], 3, *options, "--snapshot-path", "whole.pt")
-    parts = run(launch[0], 1, *options) + run(launch[0], 3, *options, "--resume")
+    whole = fork(launch[0], 3, *options, "--snapshot-path", "whole.pt")
+    parts = fork(launch[0], 1, *options) + fork(launch[0], 3, *options, "--resume")
     assert same_bytes(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt"))
     assert [{**line, "rate": 0} for line in epochs(parts)] == [
         {**line, "rate": 0} for line in epochs(whole)
     ]
     assert "Resuming training from snapshot at Epoch 1, sample 0" in parts
     if launch == ("single_gpu.py",):  # there is nothing left to do
-        assert epochs(run(launch[0], 3, *options, "--resume")) == []
+        assert epochs(fork(launch[0], 3, *options, "--resume")) == []
 
 
 def send(job, how: str) -> int | None:
@@ -82,9 +82,10 @@ def send(job, how: str) -> int | None:
         (TORCHRUN2, "Ctrl-C"),
     ],
 )
-def test_asked_to_stop_in_the_middle_of_an_epoch(run, start, tmp_path, whole, launch, how):
+def test_asked_to_stop_in_the_middle_of_an_epoch(fork, start, tmp_path, whole, launch, how):
     options, whole_text, expected = whole(launch)
-    job = start(launch[0], *options)
+    alone = launch[0] in ("single_gpu.py", "data_parallel.py")
+    job = start(launch[0], *options, fork=alone)
     job.wait_for(r"Epoch 1 \| Step 3 ")
     text = job.finish(send(job, how))
     assert job.process.returncode != 0, text
@@ -96,7 +97,7 @@ def test_asked_to_stop_in_the_middle_of_an_epoch(run, start, tmp_path, whole, la
     assert not same_bytes(snapshot, expected)
     if how not in ("SIGTERM to the parent", "Ctrl-C"):  # the same code saves
         return
-    text = run(launch[0], *options, "--resume")
+    text = fork(launch[0], *options, "--resume")
     assert f"Resuming training from snapshot at Epoch 1, sample {stopped[1]}" in text
     assert same_bytes(load(tmp_path / "checkpoint.pt"), expected)
     # The resumed epoch's line is about the whole epoch, too. (A sum of losses in another order.)
@@ -108,7 +109,7 @@ def test_asked_to_stop_in_the_middle_of_an_epoch(run, start, tmp_path, whole, la
 def test_ranks_that_hear_of_the_stop_at_different_steps_agree(start, tmp_path, fashion):
     """Rank 0 has passed the end of step 10 when the signal comes, and rank 1 has not."""
     options = (*SPAWN2[1:], *fashion(4_000, 10), "--no-progress", "--log-interval", 9)
-    job = start("ddp_spawn.py", 1, *options, LADDER_SLOW=1)
+    job = start("ddp_spawn.py", 1, *options, fork=True, LADDER_SLOW=1)
     job.wait_for(r"Step 9 ")
     time.sleep(0.15)
     os.kill(job.process.pid, signal.SIGTERM)
@@ -117,7 +118,7 @@ def test_ranks_that_hear_of_the_stop_at_different_steps_agree(start, tmp_path, f
 
 
 @pytest.mark.parametrize("victim", ["parent", "parent, not on Linux", "rank 0", "rank 1"])
-def test_killed_processes_take_the_job_with_them(run, start, tmp_path, whole, victim):
+def test_killed_processes_take_the_job_with_them(fork, start, tmp_path, whole, victim):
     options, _, expected = whole(SPAWN2)
     victim, _, elsewhere = victim.partition(", ")
     job = start("ddp_spawn.py", *options, LADDER_PRCTL="off" if elsewhere else "")
@@ -130,40 +131,41 @@ def test_killed_processes_take_the_job_with_them(run, start, tmp_path, whole, vi
         last = text.splitlines()[-1]
         assert last.startswith(f"error: process {victim[-1]} terminated with signal SIGKILL"), text
     assert "Traceback" not in text and len(epochs(text)) == 1, text  # epoch 1 was not ended
-    run("ddp_spawn.py", *options, "--resume")
+    fork("ddp_spawn.py", *options, "--resume")
     assert same_bytes(load(tmp_path / "checkpoint.pt"), expected)
 
 
-def test_kill_of_single_gpu(run, start, tmp_path, whole):
+def test_kill_of_single_gpu(fork, start, tmp_path, whole):
     options, _, expected = whole(("single_gpu.py",))
-    job = start("single_gpu.py", *options)
+    job = start("single_gpu.py", *options, fork=True)
     job.wait_for(r"Epoch 1 \| Step 3 ")
     os.kill(job.process.pid, signal.SIGKILL)
     job.finish(-signal.SIGKILL)
-    run("single_gpu.py", *options, "--resume")
+    fork("single_gpu.py", *options, "--resume")
     assert same_bytes(load(tmp_path / "checkpoint.pt"), expected)
 
 
 @pytest.mark.parametrize("launch", [("single_gpu.py",), SPAWN2])
-def test_killed_while_it_writes_a_snapshot(run, start, tmp_path, fashion, launch):
+def test_killed_while_it_writes_a_snapshot(fork, start, tmp_path, fashion, launch):
     options = (*launch[1:], *fashion(200, 10), "--no-progress")
-    run(launch[0], 1, *options)
+    fork(launch[0], 1, *options)
     before = (tmp_path / "checkpoint.pt").read_bytes()
-    job = start(launch[0], 2, *options, "--resume", LADDER_HANG=600)
+    job = start(launch[0], 2, *options, "--resume", fork=True, LADDER_HANG=600)
     job.wait_for("in fsync")
     assert (tmp_path / "checkpoint.pt.tmp").stat().st_size > 0
     os.killpg(job.process.pid, signal.SIGKILL)
     job.finish(-signal.SIGKILL)
     assert (tmp_path / "checkpoint.pt").read_bytes() == before
-    run(launch[0], 2, *options, "--resume")
-    run(launch[0], 2, *options, "--snapshot-path", "whole.pt")
+    fork(launch[0], 2, *options, "--resume")
+    fork(launch[0], 2, *options, "--snapshot-path", "whole.pt")
     assert same_bytes(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt"))
     assert not (tmp_path / "checkpoint.pt.tmp").exists()
 
 
 def test_nobody_leaves_while_rank_0_saves(start, tmp_path, fashion):
     """The parent would take the first one's end for a failure, and kill rank 0 after 5 seconds."""
-    job = start("ddp_spawn.py", 50, *SPAWN2[1:], *fashion(4_000, 10), *QUIET, LADDER_HANG=11)
+    options = (*SPAWN2[1:], *fashion(4_000, 10), *QUIET)
+    job = start("ddp_spawn.py", 50, *options, fork=True, LADDER_HANG=11)
     job.wait_for(r"Step 3 ")
     text = job.finish(send(job, "SIGTERM to all"))
     assert "in fsync" in text and "Stopped at sample" in text
@@ -171,7 +173,7 @@ def test_nobody_leaves_while_rank_0_saves(start, tmp_path, fashion):
     assert load(tmp_path / "checkpoint.pt")["samples_seen"] > 0
 
 
-def test_any_rung_goes_on_from_any_other_at_any_world_size(run, start, tmp_path, fashion):
+def test_any_rung_goes_on_from_any_other_at_any_world_size(fork, start, tmp_path, fashion):
     """Stopped in mid-epoch three times; every leg has another rung or number of processes."""
     trace = tmp_path / "trace"
     data = (*fashion(6_000, 10), *QUIET)
@@ -184,7 +186,7 @@ def test_any_rung_goes_on_from_any_other_at_any_world_size(run, start, tmp_path,
     trace.mkdir()
     env = {"LADDER_DTYPE": "float64", "LADDER_TRACE": trace}
     for number, (script, *options) in enumerate(legs):
-        job = start(script, 1, *data, *options, "--resume", **env)
+        job = start(script, 1, *data, *options, "--resume", fork=True, **env)
         if number < 3:
             job.wait_for(r"Epoch 0 \| Step 3 ")
             os.kill(job.process.pid, signal.SIGTERM)
@@ -201,7 +203,7 @@ def test_any_rung_goes_on_from_any_other_at_any_world_size(run, start, tmp_path,
             if count == 6_000:
                 trained.update(indices)
     assert trained == Counter(range(6_000))  # none repeated, none lost
-    run(
+    fork(
         "single_gpu.py",
         1,
         *data,
@@ -214,8 +216,8 @@ def test_any_rung_goes_on_from_any_other_at_any_world_size(run, start, tmp_path,
     assert difference(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt")) < 1e-12
 
 
-def test_a_snapshot_holds_what_the_design_says(run, tmp_path, fashion):
-    run("ddp_spawn.py", 1, *fashion(100, 10), "--model", "resnet18", "--batch-size", 25)
+def test_a_snapshot_holds_what_the_design_says(fork, tmp_path, fashion):
+    fork("ddp_spawn.py", 1, *fashion(100, 10), "--model", "resnet18", "--batch-size", 25)
     snapshot = load(tmp_path / "checkpoint.pt")
     assert not [name for name in snapshot["model"] if name.startswith(("module.", "_orig_mod."))]
     assert snapshot["epoch"] == 1 and snapshot["samples_seen"] == 0

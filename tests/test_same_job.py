@@ -18,7 +18,7 @@ MLP = (2, "--model", "mlp", "--no-progress", "--log-interval", 50)
 def reference(tmp_path_factory):
     """Two epochs of the digits, one process, batches of 64."""
     folder = tmp_path_factory.mktemp("reference")
-    job = Job(command("single_gpu.py", *MLP, "--batch-size", 64), folder, DOUBLE)
+    job = Job(command("single_gpu.py", *MLP, "--batch-size", 64), folder, DOUBLE, fork=True)
     return job.finish(), load(folder / "checkpoint.pt")
 
 
@@ -33,8 +33,8 @@ def reference(tmp_path_factory):
         (TORCHRUN.format(4), ("--batch-size", 8, "--accumulate", 2)),
     ],
 )
-def test_two_epochs_agree_to_rounding(run, tmp_path, reference, script, options):
-    text = run(script, *MLP, *options, **DOUBLE)
+def test_two_epochs_agree_to_rounding(fork, tmp_path, reference, script, options):
+    text = fork(script, *MLP, *options, **DOUBLE)
     expected_text, expected = reference
     assert len(epochs(text)) == 2 and len(losses(text)) == 6
     assert losses(text) == losses(expected_text)
@@ -44,11 +44,11 @@ def test_two_epochs_agree_to_rounding(run, tmp_path, reference, script, options)
     assert difference(load(tmp_path / "checkpoint.pt"), expected) < 1e-12
 
 
-def test_data_parallel_agrees_with_uneven_chunks(run, tmp_path, fashion):
+def test_data_parallel_agrees_with_uneven_chunks(fork, tmp_path, fashion):
     """Through the real DataParallel.forward, on three pretended devices."""
     common = (2, *fashion(500, 10), "--batch-size", 64, "--no-progress", "--log-interval", 1)
-    expected = run("single_gpu.py", *common, "--snapshot-path", "one.pt", **DOUBLE)
-    text = run("data_parallel.py", *common, LADDER_CHUNKS=3, **DOUBLE)
+    expected = fork("single_gpu.py", *common, "--snapshot-path", "one.pt", **DOUBLE)
+    text = fork("data_parallel.py", *common, LADDER_CHUNKS=3, **DOUBLE)
     assert "Batches are split over 3 devices" in text and len(losses(text)) == 16
     assert losses(text) == losses(expected)
     # 500 samples in eight steps: 62 = 21 + 21 + 20, or 63.
@@ -59,20 +59,20 @@ def test_data_parallel_agrees_with_uneven_chunks(run, tmp_path, fashion):
 
 @pytest.mark.parametrize("count", [65, 130])
 def test_a_last_batch_that_is_shared_out_unevenly_has_its_right_weight(
-    run, tmp_path, fashion, count
+    fork, tmp_path, fashion, count
 ):
     """65 over 4 x 16: in the last step one rank has one sample and the others none."""
     common = (2, *fashion(count, 10), "--no-progress")
-    run("single_gpu.py", *common, "--batch-size", 64, "--snapshot-path", "one.pt", **DOUBLE)
-    run("ddp_spawn.py", *common, "--batch-size", 16, "--nproc-per-node", 4, **DOUBLE)
+    fork("single_gpu.py", *common, "--batch-size", 64, "--snapshot-path", "one.pt", **DOUBLE)
+    fork("ddp_spawn.py", *common, "--batch-size", 16, "--nproc-per-node", 4, **DOUBLE)
     assert difference(load(tmp_path / "checkpoint.pt"), load(tmp_path / "one.pt")) < 1e-12
 
 
 @pytest.mark.parametrize("count", [65, 90])
-def test_accumulated_batches_are_one_large_batch(run, tmp_path, fashion, count):
+def test_accumulated_batches_are_one_large_batch(fork, tmp_path, fashion, count):
     """4 x 8 against 1 x 32. The last step has 1 sample, or 26 in four batches."""
     common = (2, *fashion(count, 10), "--no-progress", "--log-interval", 1)
-    expected = run(
+    expected = fork(
         "single_gpu.py", *common, "--batch-size", 32, "--snapshot-path", "1.pt", **DOUBLE
     )
     assert len(losses(expected)) == 6
@@ -80,15 +80,15 @@ def test_accumulated_batches_are_one_large_batch(run, tmp_path, fashion, count):
         ("ddp_torchrun.py", ("--batch-size", 8, "--accumulate", 4)),
         (TORCHRUN.format(2), ("--batch-size", 4, "--accumulate", 4)),
     ):
-        assert losses(run(launch, *common, *options, **DOUBLE)) == losses(expected)
+        assert losses(fork(launch, *common, *options, **DOUBLE)) == losses(expected)
         assert difference(load(tmp_path / "checkpoint.pt"), load(tmp_path / "1.pt")) < 1e-12
 
 
-def test_one_process_drops_out_the_same(run, tmp_path, fashion):
+def test_one_process_drops_out_the_same(fork, tmp_path, fashion):
     """Dropout differs between ranks; a world of one has rank 0's, on every rung."""
     common = (1, *fashion(500, 10), "--model", "convnet", "--no-progress")
-    run("single_gpu.py", *common, "--snapshot-path", "one.pt", **DOUBLE)
-    run("ddp_torchrun.py", *common, **DOUBLE)
+    fork("single_gpu.py", *common, "--snapshot-path", "one.pt", **DOUBLE)
+    fork("ddp_torchrun.py", *common, **DOUBLE)
     assert difference(load(tmp_path / "checkpoint.pt"), load(tmp_path / "one.pt")) < 1e-12
 
 
@@ -99,32 +99,32 @@ def test_one_process_drops_out_the_same(run, tmp_path, fashion):
         (TORCHRUN.format(3), "--batch-size", 8, "--accumulate", 3),
     ],
 )
-def test_replicas_hold_the_same_bytes_at_the_end(run, tmp_path, fashion, launch):
-    text = run(*launch, *fashion(500, 10), "--model", "convnet", LADDER_CHECKSUM=1)
+def test_replicas_hold_the_same_bytes_at_the_end(fork, tmp_path, fashion, launch):
+    text = fork(*launch, *fashion(500, 10), "--model", "convnet", LADDER_CHECKSUM=1)
     checksums = [line for line in text.splitlines() if line.startswith("checksum ")]
     assert len(checksums) == 3 and len(set(checksums)) == 1
     states = [state["cpu"] for state in load(tmp_path / "checkpoint.pt")["rng_states"]]
     assert len({state.numpy().tobytes() for state in states}) == 3  # they drop out other units
 
 
-def test_float32_agrees_for_the_first_ten_steps(run, tmp_path, fashion):
+def test_float32_agrees_for_the_first_ten_steps(fork, tmp_path, fashion):
     common = (1, *fashion(640, 10), "--no-progress", "--log-interval", 1)
-    expected = losses(run("single_gpu.py", *common, "--batch-size", 64, "--snapshot-path", "1.pt"))
+    expected = losses(fork("single_gpu.py", *common, "--batch-size", 64, "--snapshot-path", "1.pt"))
     assert len(expected) == 10 and expected[-1] < expected[0]
     for number, (script, options) in enumerate(
         [("data_parallel.py", ("--batch-size", 64)), ("ddp_spawn.py", ("--batch-size", 32))]
     ):
         path = tmp_path / f"other{number}.pt"
-        text = run(script, *common, *options, "--snapshot-path", path)
+        text = fork(script, *common, *options, "--snapshot-path", path)
         assert losses(text) == pytest.approx(expected, abs=2e-6)
         assert difference(load(path), load(tmp_path / "1.pt")) < 1e-6
 
 
-def test_shards_are_disjoint_cover_the_data_and_differ_from_epoch_to_epoch(run, tmp_path, fashion):
+def test_shards_are_disjoint_cover_the_data_and_differ_from_epoch_to_epoch(fork, tmp_path, fashion):
     trace = tmp_path / "trace"
     trace.mkdir()
     options = ("--nproc-per-node", 3, "--batch-size", 8, "--no-progress")
-    run("ddp_spawn.py", 2, *fashion(100, 10), *options, LADDER_TRACE=trace)
+    fork("ddp_spawn.py", 2, *fashion(100, 10), *options, LADDER_TRACE=trace)
     batches = [
         [[int(word) for word in line.split()] for line in path.read_text().splitlines()]
         for path in trace.iterdir()

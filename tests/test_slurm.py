@@ -150,5 +150,7 @@ def test_srun_without_torchrun(project, tmp_path):
         name = project.slurm.hosts.name(rank)
         assert re.search(rf"^\[rank {rank} of 2\] host {name} .* threads 1$", done.stdout, re.M)
     arguments = (*options, tmp_path / "one.pt", "--batch-size", 64)
-    Job(command("single_gpu.py", *arguments), tmp_path, {"LADDER_DTYPE": "float64"}).finish()
+    Job(
+        command("single_gpu.py", *arguments), tmp_path, {"LADDER_DTYPE": "float64"}, fork=True
+    ).finish()
     assert difference(load(tmp_path / "two.pt"), load(tmp_path / "one.pt")) < 1e-12

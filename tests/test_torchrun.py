@@ -80,14 +80,14 @@ def test_killed_at_a_random_moment(start, tmp_path, whole, seed):
     assert same_bytes(load(tmp_path / "checkpoint.pt"), expected)
 
 
-def test_workers_stop_when_torchrun_is_killed(run, start, tmp_path, whole):
+def test_workers_stop_when_torchrun_is_killed(fork, start, tmp_path, whole):
     options, _, expected = whole((TORCHRUN.format(2),))
     job = start(TORCHRUN.format(2), *options)
     job.wait_for(r"Epoch 1 \| Step 3 ")
     os.kill(job.process.pid, signal.SIGKILL)
     text = job.finish(-signal.SIGKILL)
     assert "Epoch 1 | Stopped at sample" in text
-    run(TORCHRUN.format(2), *options, "--resume")
+    fork(TORCHRUN.format(2), *options, "--resume")
     assert same_bytes(load(tmp_path / "checkpoint.pt"), expected)
 
 
@@ -114,16 +114,16 @@ def test_a_rank_that_hangs(start, fashion):
     job.finish(1, seconds=60)
 
 
-def test_only_the_first_process_of_a_host_prepares_the_data(run):
+def test_only_the_first_process_of_a_host_prepares_the_data(fork):
     """The download fails: one process has tried it, and the others end with it."""
     proxies = {f"{scheme}_proxy": "http://127.0.0.1:9" for scheme in ("http", "https")}
-    text = run(TORCHRUN.format(3), 1, "--dataset", "mnist", status=1, **proxies)
+    text = fork(TORCHRUN.format(3), 1, "--dataset", "mnist", status=1, **proxies)
     lines = [line for line in text.splitlines() if line.startswith("error: cannot download MNIST")]
     assert len(lines) == 1 and "--dataset digits" in lines[0], text
 
 
-def test_more_processes_than_devices(run, tmp_path):
-    text = run(TORCHRUN.format(3), 1, status=1, LADDER_FAKE_GPUS=2)
+def test_more_processes_than_devices(fork, tmp_path):
+    text = fork(TORCHRUN.format(3), 1, status=1, LADDER_FAKE_GPUS=2)
     assert (
         "ddp_torchrun.py: error: 3 processes are more than 2 devices: use --nproc-per-node 2, "
         "--device cpu, or --backend gloo, where they may share one\n"
@@ -131,15 +131,15 @@ def test_more_processes_than_devices(run, tmp_path):
     assert not (tmp_path / "checkpoint.pt").exists()
 
 
-def test_a_rank_without_a_master(run, tmp_path):
-    text = run("ddp_torchrun.py", status=2, RANK=0, WORLD_SIZE=2)
+def test_a_rank_without_a_master(fork, tmp_path):
+    text = fork("ddp_torchrun.py", status=2, RANK=0, WORLD_SIZE=2)
     assert text.endswith("has a RANK but no MASTER_ADDR and MASTER_PORT: use torchrun\n")
 
 
-def test_bf16_is_as_accurate_within_a_point(run, tmp_path):
+def test_bf16_is_as_accurate_within_a_point(fork, tmp_path):
     last, train_losses = {}, {}
     for amp in ("off", "bf16"):
-        lines = epochs(run(TORCHRUN.format(2), 3, "--no-progress", "--amp", amp))
+        lines = epochs(fork(TORCHRUN.format(2), 3, "--no-progress", "--amp", amp))
         train_losses[amp] = [line["train_loss"] for line in lines]
         assert train_losses[amp][0] > train_losses[amp][2]
         last[amp] = lines[2]
@@ -150,14 +150,14 @@ def test_bf16_is_as_accurate_within_a_point(run, tmp_path):
     assert all("float32" in str(weight.dtype) for weight in weights)
 
 
-def test_fp16_scales_the_loss_and_resumes_the_scaler(run, tmp_path, fashion):
+def test_fp16_scales_the_loss_and_resumes_the_scaler(fork, tmp_path, fashion):
     options = (*fashion(256, 10), "--amp", "fp16", "--no-progress")
-    whole = run(TORCHRUN.format(2), 2, *options, "--snapshot-path", "whole.pt")
+    whole = fork(TORCHRUN.format(2), 2, *options, "--snapshot-path", "whole.pt")
     assert epochs(whole)[1]["train_loss"] < epochs(whole)[0]["train_loss"]
-    run(TORCHRUN.format(2), 1, *options)
+    fork(TORCHRUN.format(2), 1, *options)
     first = load(tmp_path / "checkpoint.pt")["scaler"]
     assert first["scale"] > 1 and 0 < first["_growth_tracker"] <= 4  # steps without an overflow
-    run(TORCHRUN.format(2), 2, *options, "--resume")
+    fork(TORCHRUN.format(2), 2, *options, "--resume")
     second, expected = load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt")
     assert second["scaler"] == expected["scaler"] != first
     assert same_bytes(second, expected)
@@ -181,6 +181,6 @@ def test_compile_gives_the_same_losses_and_clean_snapshots(run, tmp_path, fashio
     assert difference(compiled, eager) < 1e-10
 
 
-def test_compile_without_a_compiler(run, tmp_path):
-    text = run("ddp_torchrun.py", "--compile", status=2, CXX="none", PATH=tmp_path)
+def test_compile_without_a_compiler(fork, tmp_path):
+    text = fork("ddp_torchrun.py", "--compile", status=2, CXX="none", PATH=tmp_path)
     assert "error: --compile needs a C++ compiler: install g++, or leave it out" in text

@@ -22,8 +22,8 @@ THREADS = torch.get_num_threads()  # other tests change it, in this process
 
 
 @pytest.mark.parametrize("script", SCRIPTS[:3])  # for the others see their own tests
-def test_loss_falls_accuracy_rises_and_weights_move(run, tmp_path, script):
-    text = run(script, 3, "--no-progress")
+def test_loss_falls_accuracy_rises_and_weights_move(fork, tmp_path, script):
+    text = fork(script, 3, "--no-progress")
     lines = epochs(text)
     assert [line["epoch"] for line in lines] == [0, 1, 2]
     assert lines[0]["train_loss"] > lines[1]["train_loss"] > lines[2]["train_loss"] > 0
@@ -71,14 +71,14 @@ def mnist(tmp_path):
     shutil.copytree(source / "MNIST" / "raw", tmp_path / "data" / "MNIST" / "raw")
 
 
-def test_mnist_passes_98_5_percent_in_three_epochs(run, mnist):
-    lines = epochs(run("ddp_spawn.py", 3, "--dataset", "mnist", "--no-progress"))
+def test_mnist_passes_98_5_percent_in_three_epochs(fork, mnist):
+    lines = epochs(fork("ddp_spawn.py", 3, "--dataset", "mnist", "--no-progress"))
     assert len(lines) == 3 and lines[-1]["total"] == 10_000
     assert max(line["accuracy"] for line in lines) > 98.5, lines
 
 
-def test_fashion_mnist_shaped_files_train_the_mlp(run, tmp_path, fashion):
-    lines = epochs(run("ddp_spawn.py", 3, *fashion(1000, 100)))
+def test_fashion_mnist_shaped_files_train_the_mlp(fork, tmp_path, fashion):
+    lines = epochs(fork("ddp_spawn.py", 3, *fashion(1000, 100)))
     assert lines[-1]["train_loss"] < lines[0]["train_loss"] and lines[-1]["accuracy"] > 50
     assert load(tmp_path / "checkpoint.pt")["settings"]["model"] == "mlp"
 
@@ -99,19 +99,19 @@ def cifar_files(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["lenet", "resnet18"])
-def test_cifar10_shaped_files_train(run, tmp_path, model):
+def test_cifar10_shaped_files_train(fork, tmp_path, model):
     cifar_files(tmp_path / "data")
     options = ("--dataset", "cifar10", "--model", model, "--batch-size", 10)
-    lines = epochs(run("ddp_spawn.py", 3, *options, LADDER_MD5="skip"))
+    lines = epochs(fork("ddp_spawn.py", 3, *options, LADDER_MD5="skip"))
     assert lines[0]["total"] == 100
     assert lines[-1]["train_loss"] < lines[0]["train_loss"] and lines[-1]["accuracy"] > 20
 
 
 @pytest.mark.parametrize("script", [*SCRIPTS[:3], TORCHRUN.format(2)])
-def test_batchnorm_is_evaluated_with_the_statistics_that_are_saved(run, tmp_path, fashion, script):
+def test_batchnorm_is_evaluated_with_the_statistics_that_are_saved(fork, tmp_path, fashion, script):
     """Ranks have statistics of their own; with an odd test set, a mix of them would show."""
     options = ("--model", "resnet18", "--batch-size", 16)
-    (line,) = epochs(run(script, 1, *fashion(96, 9), *options, LADDER_DTYPE="float64"))
+    (line,) = epochs(fork(script, 1, *fashion(96, 9), *options, LADDER_DTYPE="float64"))
     from common.data import load_dataset
 
     _, test_set = load_dataset("fashion-mnist", str(tmp_path / "fashion"))
@@ -137,10 +137,10 @@ def test_a_copy_of_a_script_and_common_runs_from_anywhere(tmp_path, fashion, scr
     assert [path.name for path in elsewhere.iterdir()] == ["checkpoint.pt"]
 
 
-def test_tensorboard_files(run, tmp_path, fashion):
+def test_tensorboard_files(fork, tmp_path, fashion):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    text = run("ddp_spawn.py", 2, *fashion(100, 10), "--log-dir", "runs")
+    text = fork("ddp_spawn.py", 2, *fashion(100, 10), "--log-dir", "runs")
     assert len(list((tmp_path / "runs").iterdir())) == 1  # rank 0 alone
     events = EventAccumulator(str(tmp_path / "runs"))
     events.Reload()

@@ -1,0 +1,217 @@
+"""A script's run without its start: in processes forked from one that has imported torch.
+
+Python takes more than three seconds of processor time to import torch and what the first step of an
+optimizer needs, and a job of two ranks does it three times. Where a test is about what a job
+computes, and not about how it is started or ended, `Fork` runs the same file with the same
+arguments, environment and folder, in a session of its own; mp.spawn's ranks are forked, too, and
+torchrun's place is taken by a parent that sets the variables which torchrun sets.
+
+What is not as on the real command line: ranks inherit what their parent has imported; there are no
+restarts and no reports of torchrun's; /proc has the first process's arguments and environment. Not
+for GPUs: a process that uses one cannot be forked.
+"""
+
+import atexit
+import ctypes
+import functools
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import re
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+SITE = Path(__file__).resolve().parent / "site"
+PRELOAD = ("torch", "torch._dynamo", "torchvision", "tqdm", "PIL.Image")
+CONTEXT = multiprocessing.get_context("forkserver")
+
+
+class Fork:
+    """What subprocess.Popen is to a command line, for `command` in `folder`, with this `env`.
+
+    `command` is Python's or torchrun's, as a list of words; its output goes to `output`. `host` is
+    the name of one of hosts.py's hosts, or "" for this machine.
+    """
+
+    def __init__(
+        self, command: list[str], folder: Path, env: dict[str, str], output: Path, host: str
+    ) -> None:
+        self.args = command
+        start_the_server()
+        self.process = CONTEXT.Process(target=begin, args=(command, folder, env, output, host))
+        self.process.start()
+        self.pid = self.process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.exitcode
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            raise subprocess.TimeoutExpired(self.args, timeout)
+        return self.process.exitcode
+
+
+@functools.cache  # one for each process that runs tests
+def start_the_server() -> None:
+    """The process that has imported everything and waits to be forked."""
+    CONTEXT.set_forkserver_preload([*PRELOAD])
+    # These two are read when torch is loaded: one thread a process, as in conftest.py, and what
+    # multinode.py asks for.
+    asked = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    before = {name: os.environ.get(name) for name in asked}
+    os.environ.update(asked)
+    multiprocessing.forkserver.ensure_running()
+    for name, value in before.items():
+        os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def stop_the_server() -> None:
+    multiprocessing.forkserver._forkserver._stop()
+
+
+def begin(command: list[str], folder: Path, env: dict[str, str], output: Path, host: str) -> None:
+    """In the forked process: become what the command line would have started."""
+    os.setsid()
+    if host:
+        move_to(host)
+    os.chdir(folder)
+    for path, flags, descriptors in (
+        (os.devnull, os.O_RDONLY, (0,)),
+        (output, os.O_WRONLY, (1, 2)),
+    ):
+        file = os.open(path, flags)
+        for descriptor in descriptors:
+            os.dup2(file, descriptor)
+        os.close(file)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(write_through=True)  # as with PYTHONUNBUFFERED
+    os.environ.clear()
+    os.environ.update(env)
+    launch, script, *arguments = split(command)
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).parent))
+    runpy.run_path(str(SITE / "sitecustomize.py"))
+    fork_what_mp_spawn_would_start()
+    ranks = re.search(r"nproc[-_]per[-_]node[= ](\d+)", launch)
+    end(functools.partial(stand_in_for_torchrun, int(ranks[1])) if ranks else run)
+
+
+def move_to(host: str) -> None:
+    """As `ip netns exec` and `unshare --uts` do: this host's network, name and /etc/hosts."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def call(name: str, *arguments: object) -> None:
+        if libc[name](*arguments):
+            raise OSError(ctypes.get_errno(), f"{name} fails")
+
+    with open(f"/run/netns/{host}") as network:
+        call("setns", network.fileno(), 0x40000000)  # CLONE_NEWNET
+    call("unshare", 0x04000000 | 0x00020000)  # CLONE_NEWUTS, CLONE_NEWNS
+    socket.sethostname(host)
+    call("mount", b"none", b"/", None, 0x4000 | 0x80000, None)  # MS_REC, MS_SLAVE
+    call("mount", f"/etc/netns/{host}/hosts".encode(), b"/etc/hosts", None, 0x1000, None)  # MS_BIND
+
+
+def split(command: list[str]) -> list[str]:
+    """The words before the script as one string, the script, its arguments."""
+    place = next(number for number, word in enumerate(command) if word.endswith(".py"))
+    return [" ".join(command[:place]), *command[place:]]
+
+
+def run() -> None:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def end(function: Callable[[], None]) -> None:
+    """Call it, and end this process as Python ends after a program."""
+    status = 0
+    try:
+        function()
+    except SystemExit as error:
+        status = error.code
+        if isinstance(status, str):
+            print(status, file=sys.stderr)
+            status = 1
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status or 0)
+
+
+def fork_what_mp_spawn_would_start() -> None:
+    import torch
+    import torch.multiprocessing as mp
+
+    def spawn(function: Callable, args: tuple = (), nprocs: int = 1, join: bool = True) -> object:
+        for argument in args:
+            if isinstance(argument, torch.Tensor):
+                argument.share_memory_()  # as when it is sent to a process that is spawned
+
+        def as_in_a_new_process(*given: object) -> None:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            function(*given)
+
+        return mp.start_processes(as_in_a_new_process, args, nprocs, join, start_method="fork")
+
+    mp.spawn = spawn
+
+
+def stand_in_for_torchrun(count: int) -> None:
+    """Start the ranks, with torchrun's variables and a store like torchrun's; end with them."""
+    reader, writer = os.pipe()
+    store = os.fork()
+    if not store:
+        end(functools.partial(serve_the_store, writer))
+    port = os.read(reader, 10).decode()
+    names = {
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": port,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    names |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    ranks = set()
+    for rank in range(count):
+        pid = os.fork()
+        if not pid:
+            os.environ.update(names, RANK=str(rank), LOCAL_RANK=str(rank))
+            end(run)
+        ranks.add(pid)
+    status = 0
+    while ranks:
+        pid, code = os.wait()
+        ranks.discard(pid)
+        if code and not status:
+            status = 1
+            for other in ranks:
+                os.kill(other, signal.SIGTERM)
+    os.kill(store, signal.SIGKILL)
+    os.wait()
+    sys.exit(status)
+
+
+def serve_the_store(writer: int) -> None:
+    import torch.distributed as dist
+
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    os.write(writer, str(store.port).encode())
+    signal.pause()
