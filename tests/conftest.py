@@ -61,6 +61,48 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     machine.setattr(torch.backends.mps, "is_available", functools.cache(lambda: False))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for mark in item.iter_markers("slow"):
+            if not mark.args:
+                raise pytest.UsageError(f"{item.nodeid}: say why, @pytest.mark.slow('why')")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # in the process that prints, with -n or without
+        config.pluginmanager.register(Progress(config))
+
+
+class Progress:
+    """A line every 15 seconds that says what is being run; LADDER_RAN names a file for all that
+    was run, in which .ci/run looks for what is missing."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.start = self.said = time.monotonic()
+        self.running, self.done = [], 0
+        self.file = os.environ.get("LADDER_RAN")
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.running.append(nodeid)
+        now = time.monotonic()
+        if now < self.said + 15:
+            return
+        self.said = now
+        minutes, seconds = divmod(int(now - self.start), 60)
+        names = ", ".join(name.partition("::")[2] for name in self.running)
+        reporter = self.config.pluginmanager.get_plugin("terminalreporter")
+        reporter.ensure_newline()
+        reporter.write_line(f"{minutes}:{seconds:02}  {self.done} done, now {names}")
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        self.running.remove(nodeid)
+        self.done += 1
+        if self.file:
+            with open(self.file, "a") as file:
+                print(nodeid.partition("@")[0], file=file)  # the rest is xdist's name of a group
+
+
 def pytest_sessionfinish() -> None:
     """Wait for the process that was forked from: what it used counts as used by the tests."""
     stop_the_server()
@@ -352,9 +394,11 @@ def idx_files(folder: Path, train: int, test: int, seed: int = 0) -> Path:
     prototypes = np.random.default_rng(1).integers(0, 256, (10, 28, 28))
     rng = np.random.default_rng(seed)
     for part, count in (("train", train), ("t10k", test)):
-        labels = rng.integers(0, 10, count)
-        noise = rng.normal(60, 40, (count, 28, 28))
+        labels = rng.integers(0, 10, min(count, 5_000))
+        noise = rng.normal(60, 40, (len(labels), 28, 28))
         images = np.clip(prototypes[labels] / 2 + noise, 0, 255).astype("u1")
+        labels = np.resize(labels, count)  # more of them are the first ones again
+        images = np.resize(images, (count, 28, 28))
         header = struct.pack(">IIII", 0x803, count, 28, 28)
         (raw / f"{part}-images-idx3-ubyte").write_bytes(header + images.tobytes())
         header = struct.pack(">II", 0x801, count)

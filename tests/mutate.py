@@ -2266,7 +2266,7 @@ def pytest_main(folder: Path, test: str) -> None:
     with open("output", "wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    quick = ("-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--basetemp=files")
+    quick = ("-x", "-q", "-n", "0", "-m", "", "-p", "no:cacheprovider", "--basetemp=files")
     status = int(pytest.main([*quick, f"tests/{test}"]))
     sys.stdout.flush()
     os._exit(status)  # not sys.exit: gloo's threads may abort while Python ends

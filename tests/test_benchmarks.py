@@ -16,6 +16,7 @@ import run as harness
 STALE = "run `python benchmarks/report.py`"
 
 
+@pytest.mark.slow("all contestants, over a minute")
 def test_a_quick_run_measures_all_and_writes_the_page(tmp_path):
     command = [
         sys.executable,
@@ -161,6 +162,7 @@ def test_the_floors_own_reach():
     assert report.limit(result, case, one) == 1.6
 
 
+@pytest.mark.slow("nine epochs of a program that is for the benchmarks only")
 def test_the_floor_accumulates(tmp_path):
     data = harness.make_data(tmp_path, "fashion-mnist", 2048)
     accuracies = {}

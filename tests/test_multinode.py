@@ -124,6 +124,7 @@ def test_any_number_of_hosts_does_the_same_job(hosts, tmp_path, job, count):
         assert seen == sorted(list(range(int(size))) * times)
 
 
+@pytest.mark.slow("each launched by its real command line")
 @pytest.mark.parametrize("way", ["nodes", "file", "env", "torchrun", "c10d", "2019"])
 def test_ways_of_launching(hosts, tmp_path, job, way):
     options, expected, snapshot = job
@@ -368,6 +369,7 @@ def test_ctrl_c_on_one_host_stops_all(hosts, tmp_path, job):
     assert same_bytes(load(tmp_path / "host0" / "checkpoint.pt"), expected)
 
 
+@pytest.mark.slow("waits for torchrun's time-outs, over a minute")
 def test_elastic_hosts_go_and_come_back(hosts, tmp_path, job):
     """Host 1 is switched off: host 0 goes on from its snapshot; host 1 comes back and joins."""
     options, _, _ = job

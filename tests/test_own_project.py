@@ -104,7 +104,16 @@ def flowers(folder: Path) -> None:
                 Image.fromarray(pixels.astype("u1")).save(folder / part / name / f"{number}.png")
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param("single_gpu.py", marks=pytest.mark.slow("20 s; README has ddp_torchrun.py")),
+        "data_parallel.py",
+        pytest.param("ddp_spawn.py", marks=pytest.mark.slow("30 s; README has ddp_torchrun.py")),
+        "ddp_torchrun.py",
+        "multinode.py",
+    ],
+)
 def test_readmes_example(tmp_path, script):
     readme = (ROOT / "README.md").read_text()
     (diff,) = re.findall(r"```diff\n(.*?)```", readme, re.S)

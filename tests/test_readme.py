@@ -55,6 +55,7 @@ def blocks(section: str) -> list[list[str]]:
     return [block.splitlines() for block in re.findall(r"```bash\n(.*?)```", text, re.S)]
 
 
+@pytest.mark.slow("real command lines, one after the other")
 def test_the_commands_in_their_order(clone):
     (commands,) = blocks("Which script for me?")
     outputs = [shell(command, clone) for command in commands]
@@ -62,12 +63,14 @@ def test_the_commands_in_their_order(clone):
     assert "usage: ddp_spawn.py" in outputs[-1]
 
 
+@pytest.mark.slow("real command lines, one after the other")
 def test_the_commands_for_torchrun(clone):
     (commands,) = blocks("torchrun")
     outputs = [shell(command, clone) for command in commands if not command.startswith("export ")]
     assert [len(epochs(output)) for output in outputs] == [5, 3, 1, 1]
 
 
+@pytest.mark.slow("real command lines, one after the other")
 def test_the_launch_lines_of_the_table(clone):
     commands = re.findall(r"\| `((?:python|torchrun) [^`]*) 50 10` \|", README)
     assert [re.search(r"\w+\.py", command)[0] for command in commands] == list(SCRIPTS)

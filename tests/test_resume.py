@@ -14,6 +14,7 @@ from conftest import TORCHRUN, difference, epochs, load, same_bytes
 QUIET = ("--no-progress", "--log-interval", 1)
 SPAWN2 = ("ddp_spawn.py", "--nproc-per-node", 2)
 TORCHRUN2 = (TORCHRUN.format(2),)
+OTHER = pytest.mark.slow("other receivers of the same signals; real command lines")
 
 
 # The ConvNet has dropout: its masks are the same only if every rank's RNG state is restored.
@@ -72,13 +73,13 @@ def send(job, how: str) -> int | None:
         (("single_gpu.py",), "Ctrl-C"),
         (("data_parallel.py",), "SIGTERM to the parent"),
         (SPAWN2, "SIGTERM to the parent"),
-        (SPAWN2, "SIGTERM to all"),
-        (SPAWN2, "SIGTERM to rank 1"),
-        (SPAWN2, "SIGINT to the parent"),
+        pytest.param(SPAWN2, "SIGTERM to all", marks=OTHER),
+        pytest.param(SPAWN2, "SIGTERM to rank 1", marks=OTHER),
+        pytest.param(SPAWN2, "SIGINT to the parent", marks=OTHER),
         (SPAWN2, "Ctrl-C"),
         (TORCHRUN2, "SIGTERM to the parent"),
-        (TORCHRUN2, "SIGTERM to all, twice"),
-        (TORCHRUN2, "SIGTERM to rank 1"),
+        pytest.param(TORCHRUN2, "SIGTERM to all, twice", marks=OTHER),
+        pytest.param(TORCHRUN2, "SIGTERM to rank 1", marks=OTHER),
         (TORCHRUN2, "Ctrl-C"),
     ],
 )
@@ -117,7 +118,15 @@ def test_ranks_that_hear_of_the_stop_at_different_steps_agree(start, tmp_path, f
     assert load(tmp_path / "checkpoint.pt")["samples_seen"] in (630, 1260)  # 10 or 20 steps of 63
 
 
-@pytest.mark.parametrize("victim", ["parent", "parent, not on Linux", "rank 0", "rank 1"])
+@pytest.mark.parametrize(
+    "victim",
+    [
+        "parent",
+        pytest.param("parent, not on Linux", marks=pytest.mark.slow("the end of the same")),
+        pytest.param("rank 0", marks=pytest.mark.slow("the same with the other rank")),
+        "rank 1",
+    ],
+)
 def test_killed_processes_take_the_job_with_them(fork, start, tmp_path, whole, victim):
     options, _, expected = whole(SPAWN2)
     victim, _, elsewhere = victim.partition(", ")

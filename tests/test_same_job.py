@@ -8,18 +8,20 @@ from collections import Counter
 from itertools import chain
 
 import pytest
-from conftest import TORCHRUN, Job, command, difference, epochs, load, losses
+from conftest import TORCHRUN, Job, command, difference, epochs, idx_files, load, losses
 
 DOUBLE = {"LADDER_DTYPE": "float64"}
-MLP = (2, "--model", "mlp", "--no-progress", "--log-interval", 50)
+OPTIONS = (2, "--no-progress", "--log-interval", 10)
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """Two epochs of the digits, one process, batches of 64."""
+    """The options of a job of two epochs, and what one process makes of it with batches of 64."""
     folder = tmp_path_factory.mktemp("reference")
-    job = Job(command("single_gpu.py", *MLP, "--batch-size", 64), folder, DOUBLE, fork=True)
-    return job.finish(), load(folder / "checkpoint.pt")
+    data = ("--dataset", "fashion-mnist", "--data-dir", idx_files(folder, 2_000, 200))
+    words = command("single_gpu.py", *OPTIONS, *data, "--batch-size", 64)
+    text = Job(words, folder, DOUBLE, fork=True).finish()
+    return data, text, load(folder / "checkpoint.pt")
 
 
 @pytest.mark.parametrize(
@@ -34,8 +36,8 @@ def reference(tmp_path_factory):
     ],
 )
 def test_two_epochs_agree_to_rounding(fork, tmp_path, reference, script, options):
-    text = fork(script, *MLP, *options, **DOUBLE)
-    expected_text, expected = reference
+    data, expected_text, expected = reference
+    text = fork(script, *OPTIONS, *data, *options, **DOUBLE)
     assert len(epochs(text)) == 2 and len(losses(text)) == 6
     assert losses(text) == losses(expected_text)
     for ours, theirs in zip(epochs(text), epochs(expected_text), strict=True):

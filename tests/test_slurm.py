@@ -12,6 +12,7 @@ import pytest
 from conftest import ROOT, SITE, Job, command, difference, epochs, idx_files, load, same_bytes
 from hosts import Hosts, Slurm, require, slurm_requirements
 
+pytestmark = pytest.mark.xdist_group("slurm")  # one cluster, so one process
 EPOCHS = 4
 
 
@@ -70,6 +71,7 @@ def whole(project):
     return job, project.text(job)
 
 
+@pytest.mark.slow("a Slurm cluster, and a real job")
 def test_the_batch_script_trains(project, whole):
     job, text = whole
     assert [line["epoch"] for line in epochs(text)] == list(range(EPOCHS))
@@ -80,6 +82,7 @@ def test_the_batch_script_trains(project, whole):
     assert project.slurm.exit_code(job) == 0
 
 
+@pytest.mark.slow("a Slurm cluster, and a real job")
 def test_asked_to_stop_then_requeued(project, whole):
     """A signal as at pre-emption saves in mid-epoch; the job goes on from there when requeued."""
     slurm = project.slurm
@@ -97,6 +100,7 @@ def test_asked_to_stop_then_requeued(project, whole):
     assert same_bytes(project.snapshot(job), project.snapshot(whole[0]))
 
 
+@pytest.mark.slow("a Slurm cluster, and a real job")
 def test_term_saves_and_ends_the_job(project, whole):
     slurm = project.slurm
     job = project.sbatch(EPOCHS, *project.options, "--batch-size", 6, "--model", "convnet")
@@ -124,6 +128,7 @@ def test_a_node_with_fewer_cpus_than_processes(tmp_path, cpus, threads, complain
     assert done.stderr == (line if complaint else "")
 
 
+@pytest.mark.slow("a Slurm cluster, and a real job")
 def test_a_worker_that_fails_fails_the_job(project):
     job = project.sbatch(2, *project.options, LADDER_RAISE="1:5", MAX_RESTARTS=0)
     assert project.slurm.wait(job) == "FAILED" and project.slurm.exit_code(job) > 0
@@ -131,6 +136,7 @@ def test_a_worker_that_fails_fails_the_job(project):
     assert not epochs(project.text(job))
 
 
+@pytest.mark.slow("a Slurm cluster, and a real job")
 def test_srun_without_torchrun(project, tmp_path):
     """docs/multinode.md's line, ranks from Slurm's variables: the same job as on one device."""
     page = (ROOT / "docs" / "multinode.md").read_text()

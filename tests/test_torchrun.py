@@ -14,6 +14,7 @@ RESTARTS = "torchrun --standalone --nproc_per_node=2 --max-restarts=3 ddp_torchr
 SHARED_STORE_OFF = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": 1}
 
 
+@pytest.mark.slow("four launches of real command lines")
 def test_ways_of_launching(run, tmp_path, fashion):
     options = (1, *fashion(200, 10), "--no-progress")
     launches = [
@@ -46,6 +47,7 @@ def test_a_restart_goes_on_from_the_last_snapshot(start, tmp_path, whole):
     assert same_bytes(load(tmp_path / "checkpoint.pt"), expected)
 
 
+@pytest.mark.slow("two runs, a crash and a restart")
 def test_a_restart_never_picks_up_an_earlier_runs_snapshot(run, start, tmp_path, whole):
     """The crash comes before the first save, and a snapshot of the same job lies there. The runs
     have the same --rdzv_id, as when somebody starts the same command line again."""
@@ -62,7 +64,10 @@ def test_a_restart_never_picks_up_an_earlier_runs_snapshot(run, start, tmp_path,
     assert same_bytes(load(tmp_path / "checkpoint.pt"), expected)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(
+    "seed",
+    [0, *(pytest.param(n, marks=pytest.mark.slow("more moments")) for n in range(1, 10))],
+)
 def test_killed_at_a_random_moment(start, tmp_path, whole, seed):
     options, _, expected = whole((TORCHRUN.format(2),))
     draw = random.Random(seed)
@@ -91,7 +96,9 @@ def test_workers_stop_when_torchrun_is_killed(fork, start, tmp_path, whole):
     assert same_bytes(load(tmp_path / "checkpoint.pt"), expected)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    "rank", [pytest.param(0, marks=pytest.mark.slow("the same with the other rank")), 1]
+)
 def test_an_exception_of_any_rank_is_torchruns_root_cause(run, fashion, rank):
     text = run(TORCHRUN.format(2), 2, *fashion(1000, 10), status=1, LADDER_RAISE=f"{rank}:5")
     report = text.split("Root Cause (first observed failure):")[1]
@@ -136,6 +143,7 @@ def test_a_rank_without_a_master(fork, tmp_path):
     assert text.endswith("has a RANK but no MASTER_ADDR and MASTER_PORT: use torchrun\n")
 
 
+@pytest.mark.slow("six epochs of all digits")
 def test_bf16_is_as_accurate_within_a_point(fork, tmp_path):
     last, train_losses = {}, {}
     for amp in ("off", "bf16"):
@@ -163,6 +171,7 @@ def test_fp16_scales_the_loss_and_resumes_the_scaler(fork, tmp_path, fashion):
     assert same_bytes(second, expected)
 
 
+@pytest.mark.slow("compiles twice")
 def test_compile_gives_the_same_losses_and_clean_snapshots(run, tmp_path, fashion):
     """In double precision. A laptop without a C++ compiler is told so; CI has one."""
     options = (2, *fashion(150, 10), "--no-progress", "--log-interval", 1)

@@ -21,7 +21,14 @@ from common.seed import set_seed
 THREADS = torch.get_num_threads()  # other tests change it, in this process
 
 
-@pytest.mark.parametrize("script", SCRIPTS[:3])  # for the others see their own tests
+@pytest.mark.parametrize(
+    "script",  # for the others see their own tests
+    [
+        "single_gpu.py",
+        pytest.param("data_parallel.py", marks=pytest.mark.slow("9 s, as the next does the same")),
+        "ddp_spawn.py",
+    ],
+)
 def test_loss_falls_accuracy_rises_and_weights_move(fork, tmp_path, script):
     text = fork(script, 3, "--no-progress")
     lines = epochs(text)
@@ -71,6 +78,7 @@ def mnist(tmp_path):
     shutil.copytree(source / "MNIST" / "raw", tmp_path / "data" / "MNIST" / "raw")
 
 
+@pytest.mark.slow("180,000 images")
 def test_mnist_passes_98_5_percent_in_three_epochs(fork, mnist):
     lines = epochs(fork("ddp_spawn.py", 3, "--dataset", "mnist", "--no-progress"))
     assert len(lines) == 3 and lines[-1]["total"] == 10_000
@@ -98,7 +106,9 @@ def cifar_files(folder: Path) -> None:
     (base / "batches.meta").write_bytes(pickle.dumps(meta))
 
 
-@pytest.mark.parametrize("model", ["lenet", "resnet18"])
+@pytest.mark.parametrize(
+    "model", ["lenet", pytest.param("resnet18", marks=pytest.mark.slow("ResNet-18 on a CPU"))]
+)
 def test_cifar10_shaped_files_train(fork, tmp_path, model):
     cifar_files(tmp_path / "data")
     options = ("--dataset", "cifar10", "--model", model, "--batch-size", 10)
@@ -150,7 +160,16 @@ def test_tensorboard_files(fork, tmp_path, fashion):
     assert len(events.Scalars("accuracy")) == len(events.Scalars("samples_per_second")) == 2
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    "script",
+    [
+        "single_gpu.py",
+        *(
+            pytest.param(script, marks=pytest.mark.slow("the same lines as in single_gpu.py"))
+            for script in SCRIPTS[1:]
+        ),
+    ],
+)
 def test_progress_bar_on_a_terminal_only(tmp_path, fashion, script):
     command = [sys.executable, str(ROOT / script), "1", *fashion(600, 10), "--batch-size", "1"]
     seen = {}
@@ -178,13 +197,13 @@ def test_progress_bar_on_a_terminal_only(tmp_path, fashion, script):
     assert f"/{steps} [" in seen[()] and seen.get(("--no-progress",), "") == ""
 
 
-def test_a_machine_with_gpus_runs_this_on_the_cpu(run, fashion):
+def test_a_machine_with_gpus_runs_this_on_the_cpu(run, fork, fashion):
     """Every test not marked gpu: whether it starts its jobs by `run` or by itself, and here."""
     env = {"LADDER_MACHINE": 2}  # it looks as if this machine had two
     text = run("single_gpu.py", "--help", **env, LADDER_CPU="")
     assert "--device {auto,cuda,cuda:0,cuda:1,cpu}" in text  # what would be found
     for script in SCRIPTS[:3]:
-        text = run(script, 1, *fashion(50, 10), "--no-progress", **env)
+        text = fork(script, 1, *fashion(50, 10), "--no-progress", **env)
         assert "[CPU0] Epoch 0 |" in text
         if script == "data_parallel.py":
             assert "not split" in text
