@@ -99,10 +99,27 @@ def test_the_files_that_it_names_are_there():
         assert f"\ndef {test}(" in (ROOT / file).read_text(), test
 
 
+def test_readmes_command_shows_each_guarantee():
+    """Of the tests that a row names, it runs at least one."""
+    collect = [sys.executable, "-m", "pytest", "-n", "0", "--collect-only", "--quiet", "tests"]
+    done = subprocess.run(collect, cwd=ROOT, capture_output=True, text=True)
+    quick = {line.partition("[")[0] for line in done.stdout.splitlines() if "::" in line}
+    (rows,) = re.findall(r"^\| \| shown by \|\n\|[- |]*\n((?:\|.*\n)+)", README, re.M)
+    assert len(rows.splitlines()) == 8 and len(quick) > 100
+    for row in rows.splitlines():
+        named = re.findall(r"`(tests/\w+\.py::\w+)`", row)
+        assert not quick.isdisjoint(named), row
+
+
+@pytest.fixture(scope="module")
+def torchruns_options(clone):
+    return shell("torchrun --help", clone)
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_docstrings_name_options_that_exist(clone, script):
+def test_docstrings_name_options_that_exist(clone, torchruns_options, script):
     text = (ROOT / script).read_text().split('"""')[1]
-    known = shell(f"python {script} --help; torchrun --help", clone)
+    known = shell(f"python {script} --help", clone) + torchruns_options
     for option in re.findall(r"(--[a-z][a-z_-]+)", text):
         assert option in known, option
     assert f"python {script}" in text
