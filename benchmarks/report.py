@@ -47,6 +47,45 @@ COLOURS = ("tab:blue", "silver", "tab:orange")  # ours, the others, the floor
 TOLERANCE = 5  # percentage points of accuracy, after the same epochs
 
 
+def summary(result: dict) -> dict:
+    """What the page needs of run.py's figures: of each run one rate and one accuracy, of all its
+    epochs. All other functions here take this.
+
+    A rate is the median without the first epoch, which is warm-up. The accuracy is that after as
+    many epochs as all runs of the case have done. (The tutorial's program with threads left alone
+    is too slow for that: it has none where the same program with one thread stands for it.)
+    """
+    stands_for = {"tutorial": "tutorial, 1 thread"}
+    names = {(record["case"], record["contestant"]) for record in result["records"]}
+    epochs = {}  # of each case
+    for record in result["records"]:
+        case, name = record["case"], record["contestant"]
+        if record.get("rates") and (case, stands_for.get(name)) not in names:
+            done = len(record["accuracies"])
+            epochs[case] = min(done, epochs.get(case, done))
+    records = []
+    for record in result["records"]:
+        case, name = record["case"], record["contestant"]
+        kept = {"case": case, "contestant": name, "round": record["round"]}
+        if "error" in record:
+            records.append({**kept, "error": record["error"]})
+            continue
+        kept |= {"first_step": round(record["first_step"], 4), "memory": round(record["memory"], 2)}
+        if record["rates"]:
+            kept["rate"] = statistics.median(record["rates"][1:])
+            if (case, stands_for.get(name)) not in names:
+                kept |= {"epochs": epochs[case], "accuracy": record["accuracies"][epochs[case] - 1]}
+        records.append(kept)
+    return {**result, "records": records}
+
+
+def dumps(result: dict) -> str:
+    """A summary as JSON, with a line for each run."""
+    lines = ",\n  ".join(json.dumps(record) for record in result["records"])
+    text = json.dumps({**result, "records": ["HERE"]}, indent=1)
+    return text.replace('"HERE"', lines) + "\n"
+
+
 def runs(result: dict, case: str, contestant: str) -> dict[int, dict]:
     """A contestant's runs that worked, by round."""
     return {
@@ -57,7 +96,7 @@ def runs(result: dict, case: str, contestant: str) -> dict[int, dict]:
 
 
 def rate(record: dict) -> float:
-    return statistics.median(record["rates"][1:])  # the first epoch is warm-up
+    return record["rate"]
 
 
 def first_step(record: dict) -> float:
@@ -147,16 +186,10 @@ def names(result: dict, case: str) -> list[str]:
 
 
 def accuracies(result: dict, case: str) -> tuple[int, dict[str, float]]:
-    """After how many epochs, the most that all have done; and everybody's.
-
-    The tutorial's program with threads left alone is too slow for that: it is left out where the
-    same program with one thread stands for it.
-    """
-    done = [r for r in result["records"] if r["case"] == case and "error" not in r]
-    if any(record["contestant"] == "tutorial, 1 thread" for record in done):
-        done = [record for record in done if record["contestant"] != "tutorial"]
-    common = min((len(record["accuracies"]) for record in done), default=0)
-    return common, {r["contestant"]: r["accuracies"][common - 1] for r in done if common}
+    """After how many epochs, and everybody's."""
+    done = [r for r in result["records"] if r["case"] == case and "accuracy" in r]
+    epochs = done[0]["epochs"] if done else 0
+    return epochs, {r["contestant"]: r["accuracy"] for r in done}
 
 
 def odd_ones(result: dict) -> list[str]:
@@ -349,7 +382,7 @@ def plot(result: dict, path: Path) -> None:
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
-    plt.rcParams.update({"svg.hashsalt": "ladder", "font.size": 9})
+    plt.rcParams.update({"svg.hashsalt": "ladder", "svg.fonttype": "none", "font.size": 9})
     figure, axes = plt.subplots(2, 2, figsize=(11, 7.5), layout="constrained")
     for axis, case in zip(axes[0], ("mlp-32-2", "mlp-256-2"), strict=True):
         shown = [name for name in names(result, case) if runs(result, case, name)][::-1]

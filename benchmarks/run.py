@@ -604,9 +604,10 @@ def main() -> None:
         for case in cases
     }
     result["minutes"] = (time.monotonic() - start) / 60
+    result = report.summary(result)
     if out:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "results.json").write_text(json.dumps(result, indent=1) + "\n")
+        (out / "results.json").write_text(report.dumps(result))
         report.write(result, out)
     print(report.targets(result))
     failed = [f"{r['case']}: {r['contestant']}" for r in records if "error" in r]

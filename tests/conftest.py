@@ -91,9 +91,10 @@ class Progress:
         self.said = now
         minutes, seconds = divmod(int(now - self.start), 60)
         names = ", ".join(name.partition("::")[2] for name in self.running)
-        reporter = self.config.pluginmanager.get_plugin("terminalreporter")
-        reporter.ensure_newline()
-        reporter.write_line(f"{minutes}:{seconds:02}  {self.done} done, now {names}")
+        writer = self.config.get_terminal_writer()
+        if writer.chars_on_current_line:
+            writer.line()
+        writer.line(f"{minutes}:{seconds:02}  {self.done} done, now {names}")
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         self.running.remove(nodeid)
