@@ -48,7 +48,7 @@ import torch.nn.functional as F  # noqa: E402
 from common.data import make_digits  # noqa: E402
 
 try:
-    from hosts import Hosts, requirements
+    from helpers.hosts import Hosts, requirements
 except ImportError:  # it needs pytest
     Hosts = None
 
@@ -465,7 +465,7 @@ def run_case(case: Case, data: Path, hosts: "Hosts | None", seconds: float) -> l
 
 def no_hosts() -> str | None:
     """Why there can be no namespaced hosts here."""
-    return "tests/hosts.py needs pytest" if Hosts is None else requirements()
+    return "tests/helpers/hosts.py needs pytest" if Hosts is None else requirements()
 
 
 def machine() -> dict[str, str]:

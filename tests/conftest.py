@@ -1,39 +1,27 @@
-"""Running the real command lines: each in a session of its own, watched for what it leaves."""
+"""Fixtures, and what pytest does around each test; what they are made of is in helpers/."""
 
 import functools
 import importlib
 import os
-import re
 import signal
-import struct
-import subprocess
 import sys
 import time
-import uuid
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from forks import Fork, stop_the_server
 
 ROOT = Path(__file__).resolve().parent.parent
-SITE = ROOT / "tests" / "site"
 sys.path.insert(0, str(ROOT))
 
-from common.data import make_digits  # noqa: E402
+from helpers.files import idx_files, load  # noqa: E402
+from helpers.forks import stop_the_server  # noqa: E402
+from helpers.jobs import SITE, Job, command, refusal  # noqa: E402
 
-SCRIPTS = ("single_gpu.py", "data_parallel.py", "ddp_spawn.py", "ddp_torchrun.py", "multinode.py")
-# Standalone: its own port, also where torchrun's default is a fixed one (before torch 2.9).
-TORCHRUN = "torchrun --standalone --nproc_per_node={} ddp_torchrun.py"
-EPOCH = re.compile(
-    r"^Epoch (\d+) \| Train loss: (\S+) \| Test loss: (\S+) \| "
-    r"Accuracy: (\d+)/(\d+) \((\S+)%\) \| (\d+) samples/s$",
-    re.M,
-)
+from common.data import make_digits  # noqa: E402
 
 machine = pytest.MonkeyPatch()  # holds back what the machine has, while the CPU's tests run
 
@@ -92,7 +80,7 @@ class Progress:
         minutes, seconds = divmod(int(now - self.start), 60)
         names = ", ".join(name.partition("::")[2] for name in self.running)
         writer = self.config.get_terminal_writer()
-        if writer.chars_on_current_line:
+        if writer.width_of_current_line:
             writer.line()
         writer.line(f"{minutes}:{seconds:02}  {self.done} done, now {names}")
 
@@ -107,123 +95,6 @@ class Progress:
 def pytest_sessionfinish() -> None:
     """Wait for the process that was forked from: what it used counts as used by the tests."""
     stop_the_server()
-
-
-class Job:
-    """A script that was started; `finish` waits for it and checks that no process is left."""
-
-    def __init__(
-        self,
-        command: list[str],
-        folder: Path,
-        env: dict[str, str],
-        fork: bool = False,
-        host: str = "",
-    ) -> None:
-        self.mark = uuid.uuid4().hex
-        # One thread a process, as tests run side by side; an empty variable in `env` is one that
-        # is not set.
-        env = {"OMP_NUM_THREADS": "1", **env, "LADDER_MARK": self.mark, "PYTHONUNBUFFERED": "1"}
-        unset = {name for name, value in env.items() if not value}
-        env = {name: value for name, value in {**os.environ, **env}.items() if name not in unset}
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(SITE), env.get("PYTHONPATH"))))
-        self.folder, self.output = folder, folder / f"output-{self.mark}"
-        self.output.touch()
-        if fork:
-            self.process = Fork(command, folder, env, self.output, host)
-            return
-        with self.output.open("wb") as out:
-            self.process = subprocess.Popen(
-                command,
-                cwd=folder,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    @property
-    def text(self) -> str:
-        return self.output.read_text()
-
-    def wait_for(self, pattern: str, seconds: float = 60) -> None:
-        """Return as soon as the output has `pattern`."""
-        end = time.monotonic() + seconds
-        while not re.search(pattern, self.text, re.M):
-            assert self.process.poll() is None, f"ended without {pattern!r}:\n{self.text}"
-            assert time.monotonic() < end, f"no {pattern!r} in {seconds} s:\n{self.text}"
-            time.sleep(0.01)
-
-    def pids(self) -> list[int]:
-        """All living processes of the job, the parent first, the workers by age.
-
-        Those of its session, and torchrun's workers, which have sessions of their own.
-        """
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    state, _, _, session, *_ = stat(int(entry.name))
-                    ours = session == str(self.process.pid)
-                    ours = ours or self.mark.encode() in (entry / "environ").read_bytes()
-                    if state != "Z" and ours:
-                        found.append(int(entry.name))
-                except OSError:
-                    continue
-        return sorted(found)
-
-    def workers(self) -> list[int]:
-        """The processes that mp.spawn or torchrun started, by rank."""
-        workers = []
-        for pid in self.pids():
-            try:
-                environment = Path(f"/proc/{pid}/environ").read_bytes()
-                program = Path(f"/proc/{pid}/cmdline").read_bytes()
-                if found := re.search(rb"\0LOCAL_RANK=(\d+)", environment):
-                    workers.append((int(found[1]), pid))
-                elif stat(pid)[1] == str(self.process.pid) and b"resource_tracker" not in program:
-                    workers.append((pid, pid))
-            except OSError:
-                continue
-        return [pid for _, pid in sorted(workers)]
-
-    def finish(self, status: int | None = 0, seconds: float = 120) -> str:
-        """The whole output, once the job has ended with `status` and left no process behind."""
-        try:
-            self.process.wait(seconds)
-            end = time.monotonic() + 10
-            while (left := self.pids()) and time.monotonic() < end:
-                time.sleep(0.05)
-            assert not left, f"still running: {left}\n{self.text}"
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"not done after {seconds} s:\n{self.text}")
-        finally:
-            self.kill()
-        if status is not None:
-            assert self.process.returncode == status, self.text
-        return self.text
-
-    def kill(self) -> None:
-        for pid in self.pids():
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        self.process.wait()
-
-
-def stat(pid: int) -> list[str]:
-    """State, parent, process group, session and so on, as in proc(5)."""
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-
-
-def command(launch: str, *arguments: object) -> list[str]:
-    """`launch` is a script, or a command that ends with one: the words that start it."""
-    *words, script = launch.split()
-    first = words.pop(0) if words else "python"
-    programs = {"python": sys.executable, "torchrun": str(Path(sys.executable).parent / "torchrun")}
-    return [programs[first], *words, str(ROOT / script), *map(str, arguments)]
 
 
 @pytest.fixture
@@ -343,68 +214,6 @@ def refuse(parse, capsys, tmp_path):
         return refusal(capsys.readouterr().err, script, tmp_path)
 
     return refuse
-
-
-def refusal(text: str, script: str, folder: Path) -> str:
-    """The error that comes after the usage; no other line, and nothing written."""
-    usage, error = text.splitlines()
-    assert usage == f"usage: {script} [total_epochs] [save_every] [options]"
-    assert not [path for path in folder.iterdir() if not path.name.startswith("output-")]
-    return error.removeprefix(f"{script}: error: ")
-
-
-def epochs(text: str) -> list[dict[str, float]]:
-    """The epoch lines of an output."""
-    names = ("epoch", "train_loss", "test_loss", "correct", "total", "accuracy", "rate")
-    return [dict(zip(names, map(float, found), strict=True)) for found in EPOCH.findall(text)]
-
-
-def losses(text: str) -> list[float]:
-    """The loss of every step, with --log-interval 1."""
-    return [float(value) for value in re.findall(r"\| Step \d+ \| Loss: (\S+)", text)]
-
-
-def load(path: Path) -> dict:
-    return torch.load(path, map_location="cpu", weights_only=True)  # maybe an accelerator's
-
-
-def same_bytes(a: dict, b: dict) -> bool:
-    """Whether two snapshots' weights and momenta are the same, bit for bit."""
-    tensors = [(a["model"][name], b["model"][name]) for name in a["model"]]
-    for index, state in a["optimizer"]["state"].items():
-        other = b["optimizer"]["state"][index]
-        tensors.append((state["momentum_buffer"], other["momentum_buffer"]))
-    assert len(tensors) > len(a["model"])
-    return all(torch.equal(x, y) for x, y in tensors)
-
-
-def difference(a: dict, b: dict) -> float:
-    """The largest difference between two snapshots' weights and momenta."""
-    assert a["model"].keys() == b["model"].keys()
-    assert a["optimizer"]["state"].keys() == b["optimizer"]["state"].keys()
-    pairs = [(a["model"][name], b["model"][name]) for name in a["model"]]
-    for index, state in a["optimizer"]["state"].items():
-        pairs.append((state["momentum_buffer"], b["optimizer"]["state"][index]["momentum_buffer"]))
-    return max((x.double() - y.double()).abs().max().item() for x, y in pairs)
-
-
-def idx_files(folder: Path, train: int, test: int, seed: int = 0) -> Path:
-    """Fashion-MNIST-shaped files in torchvision's place below `folder`, learnable, of any size."""
-    raw = folder / "FashionMNIST" / "raw"
-    raw.mkdir(parents=True, exist_ok=True)
-    prototypes = np.random.default_rng(1).integers(0, 256, (10, 28, 28))
-    rng = np.random.default_rng(seed)
-    for part, count in (("train", train), ("t10k", test)):
-        labels = rng.integers(0, 10, min(count, 5_000))
-        noise = rng.normal(60, 40, (len(labels), 28, 28))
-        images = np.clip(prototypes[labels] / 2 + noise, 0, 255).astype("u1")
-        labels = np.resize(labels, count)  # more of them are the first ones again
-        images = np.resize(images, (count, 28, 28))
-        header = struct.pack(">IIII", 0x803, count, 28, 28)
-        (raw / f"{part}-images-idx3-ubyte").write_bytes(header + images.tobytes())
-        header = struct.pack(">II", 0x801, count)
-        (raw / f"{part}-labels-idx1-ubyte").write_bytes(header + labels.astype("u1").tobytes())
-    return folder
 
 
 @pytest.fixture(scope="session")

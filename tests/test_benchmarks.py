@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, epochs
+from helpers.jobs import ROOT, epochs
 
 sys.path.append(str(ROOT / "benchmarks"))
 import report

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, idx_files
+from helpers.files import idx_files
+from helpers.jobs import ROOT
 from torch import nn
 from torch.utils.data import (
     BatchSampler,

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, TORCHRUN, epochs, idx_files, refusal
+from helpers.files import idx_files
+from helpers.jobs import ROOT, SCRIPTS, TORCHRUN, epochs, refusal
 
 USAGE = [
     ((0,), "argument total_epochs: 0 is out of range, which begins at 1"),
@@ -83,7 +84,7 @@ def error_line(text: str) -> str:
 
 @pytest.mark.parametrize("script", ["single_gpu.py", "ddp_spawn.py"])
 def test_a_snapshot_of_another_model(fork, tmp_path, fashion, script):
-    """More of what does not fit: in test_parts.py."""
+    """More of what does not fit: in test_snapshots.py."""
     fork("single_gpu.py", 1, *fashion(100, 10))
     before = (tmp_path / "checkpoint.pt").read_bytes()
     text = fork(script, 2, *fashion(100, 10), "--model", "convnet", "--resume", status=1)

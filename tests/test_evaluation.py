@@ -1,7 +1,7 @@
 """Evaluation counts every test sample once, at any world size."""
 
 import pytest
-from conftest import epochs
+from helpers.jobs import epochs
 
 
 @pytest.mark.parametrize("total", [1, 7])

@@ -9,7 +9,8 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import TORCHRUN, difference, epochs, load, losses, same_bytes
+from helpers.files import difference, load, same_bytes
+from helpers.jobs import TORCHRUN, epochs, losses
 
 found = torch.accelerator.current_accelerator(check_available=True)
 count = torch.accelerator.device_count() if found else 0

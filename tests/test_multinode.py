@@ -12,8 +12,9 @@ import sys
 import time
 
 import pytest
-from conftest import Job, command, difference, epochs, idx_files, load, losses, same_bytes
-from hosts import Hosts, require, requirements
+from helpers.files import difference, idx_files, load, same_bytes
+from helpers.hosts import Hosts, require, requirements
+from helpers.jobs import Job, command, epochs, losses
 
 DOUBLE = {"LADDER_DTYPE": "float64"}
 # On a host nothing says how to connect.

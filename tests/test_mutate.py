@@ -4,21 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
-from mutate import (
-    DATA,
-    DDP,
-    ELASTIC,
-    MUTANTS,
-    NODES,
-    PARALLEL,
-    ROOT,
-    SCRIPTS,
-    SEED,
-    SINGLE,
-    SPAWN,
-    mutated,
-    runs,
-)
+from mutants import DATA, DDP, ELASTIC, MUTANTS, NODES, PARALLEL, SCRIPTS, SEED, SINGLE, SPAWN
+from mutate import ROOT, mutated, runs
 from test_options import NUMBERS, OTHERS
 
 RUNS = list(runs([]))

@@ -17,8 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from conftest import ROOT, SCRIPTS
-from test_parts import inner
+from helpers.jobs import ROOT, SCRIPTS
+from helpers.parts import inner
 
 from common.data import make_digits
 
@@ -393,7 +393,7 @@ OTHERS = {
     "dataset": "test_options.py::test_data_set_and_folder",
     "data_dir": "test_options.py::test_data_set_and_folder",
     "model": "test_options.py::test_model",
-    "deterministic": "test_parts.py::test_deterministic_kernels_are_asked_for",
+    "deterministic": "test_devices.py::test_deterministic_kernels_are_asked_for",
     "device": "test_options.py::test_device",
     "snapshot_path": "test_options.py::test_snapshot_path",
     "resume": "test_options.py::test_resume",
@@ -401,8 +401,8 @@ OTHERS = {
     "no_progress": "test_options.py::test_no_progress",
     "backend": "test_options.py::test_backend",
     "sync_bn": "test_options.py::test_sync_bn",
-    "amp": "test_parts.py::test_amp_in_training_and_in_evaluation",
-    "compile": "test_parts.py::test_compile_leaves_the_names_of_the_weights",
+    "amp": "test_steps.py::test_amp_in_training_and_in_evaluation",
+    "compile": "test_steps.py::test_compile_leaves_the_names_of_the_weights",
     "init_method": "test_multinode.py::test_ways_of_launching",
     "check": "test_options.py::test_check",
     "no_cuda": "test_options.py::test_device",
@@ -440,7 +440,7 @@ START, RANK = "the_lines_of_the_start_of_a_stop_and_of_a_resume", "the_line_of_a
 FIRST = "an_epochs_first_line_names_the_device_and_the_rank"
 CHECK, DEVICES = "the_figures_of_check", "data_parallel_says_over_how_many_devices_it_splits"
 TOTAL_TIME = "the_total_time_is_in_seconds"
-# Of each function: the figures in its lines, and the test of test_parts.py that has them all.
+# Of each function: the figures in its lines, and the test, without test_, that has them all.
 FIGURES = {
     "__init__": {DEVICES: ("count", "device", "split")},
     "_run_epoch": {
@@ -469,6 +469,7 @@ FIGURES = {
             "reduce * 1000.0",
             "sent",
             "compute * 1000.0",
+            "reduce / (compute + reduce)",
             "share",
             "steps",
             "epoch",
@@ -506,11 +507,12 @@ def figures(tree: ast.AST, function: str = "<module>") -> Iterator[tuple[str, st
             yield from figures(node, inside)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", [*SCRIPTS, "common/check.py"])
 def test_every_printed_figure_has_a_row(script):
     text = (ROOT / script).read_text()
-    tests = Path(__file__).with_name("test_parts.py").read_text()
-    assert {*re.findall(r'add_scalar\("(.*?)"', text)} == SCALARS
+    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    scalars = {*re.findall(r'add_scalar\("(.*?)"', text)}
+    assert scalars == (SCALARS if script in SCRIPTS else set())
     for function, figure in figures(ast.parse(text)):
         rows = [test for test, known in FIGURES[function].items() if figure in known]
         elsewhere = OTHER_FIGURES.get(function, ())

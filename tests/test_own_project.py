@@ -14,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, SCRIPTS, Job, difference, epochs, load, same_bytes
+from helpers.files import difference, load, same_bytes
+from helpers.jobs import ROOT, SCRIPTS, Job, epochs
 from PIL import Image
 
 TORCHRUN2 = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2)

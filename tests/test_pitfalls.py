@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from conftest import ROOT
+from helpers.jobs import ROOT
 
 sys.path.insert(0, str(ROOT / "docs"))
 import pitfalls

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, SCRIPTS, epochs
+from helpers.jobs import ROOT, SCRIPTS, epochs
 
 README = (ROOT / "README.md").read_text()
 

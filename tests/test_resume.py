@@ -9,7 +9,8 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import TORCHRUN, difference, epochs, load, same_bytes
+from helpers.files import difference, load, same_bytes
+from helpers.jobs import TORCHRUN, epochs
 
 QUIET = ("--no-progress", "--log-interval", 1)
 SPAWN2 = ("ddp_spawn.py", "--nproc-per-node", 2)

@@ -8,7 +8,8 @@ from collections import Counter
 from itertools import chain
 
 import pytest
-from conftest import TORCHRUN, Job, command, difference, epochs, idx_files, load, losses
+from helpers.files import difference, idx_files, load
+from helpers.jobs import TORCHRUN, Job, command, epochs, losses
 
 DOUBLE = {"LADDER_DTYPE": "float64"}
 OPTIONS = (2, "--no-progress", "--log-interval", 10)

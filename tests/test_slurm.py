@@ -9,8 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, SITE, Job, command, difference, epochs, idx_files, load, same_bytes
-from hosts import Hosts, Slurm, require, slurm_requirements
+from helpers.files import difference, idx_files, load, same_bytes
+from helpers.hosts import Hosts, require
+from helpers.jobs import ROOT, SITE, Job, command, epochs
+from helpers.slurm import Slurm, slurm_requirements
 
 pytestmark = pytest.mark.xdist_group("slurm")  # one cluster, so one process
 EPOCHS = 4

@@ -7,7 +7,8 @@ import signal
 import time
 
 import pytest
-from conftest import TORCHRUN, difference, epochs, load, losses, same_bytes
+from helpers.files import difference, load, same_bytes
+from helpers.jobs import TORCHRUN, epochs, losses
 
 RESTARTS = "torchrun --standalone --nproc_per_node=2 --max-restarts=3 ddp_torchrun.py"
 # Without it, most restarts on torchrun's own rendezvous store fail; README says so.

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, SITE, TORCHRUN, epochs, load
+from helpers.files import load
+from helpers.jobs import ROOT, SCRIPTS, SITE, TORCHRUN, epochs
 
 from common.model import build_model
 from common.seed import set_seed

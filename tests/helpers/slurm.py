@@ -1,27 +1,18 @@
-"""Several hosts on one machine, and a Slurm cluster on them: needs Linux, root and iproute2.
-
-A host is a network namespace with an address, a hostname and an /etc/hosts of its own; a bridge
-joins them, and nothing else is reachable. Files, processes, CPUs and the clock are shared.
-"""
+"""A Slurm cluster on the hosts of hosts.py: needs what they need, and Slurm."""
 
 import atexit
-import contextlib
 import fcntl
 import os
 import re
 import shutil
-import signal
-import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
-import pytest
+from helpers.hosts import Hosts, kill, requirements, run
 
-NETNS = Path("/etc/netns")  # `ip netns exec NAME` mounts the files in NAME/ over those in /etc
 FINAL = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "TIMEOUT"}
 SLURM_CONF = """\
 ClusterName=ladder
@@ -50,159 +41,12 @@ SlurmdLogFile={folder}/%n.log
 """
 
 
-def requirements() -> str | None:
-    """Why there can be no hosts here, or None."""
-    if sys.platform != "linux":
-        return "network namespaces need Linux"
-    if os.geteuid() != 0:
-        return "network namespaces need root"
-    if missing := [name for name in ("ip", "tc", "unshare", "hostname") if not shutil.which(name)]:
-        return f"not installed: {', '.join(missing)}"
-    tried = subprocess.run(["unshare", "--net", "--uts", "--mount", "true"], capture_output=True)
-    if tried.returncode:
-        return "namespaces are not permitted here (in a container: docker run --privileged)"
-    return None
-
-
 def slurm_requirements() -> str | None:
     """Why there can be no Slurm cluster here, or None."""
     binaries = "munged", "slurmctld", "slurmd", "sinfo", "sbatch", "srun", "scancel", "scontrol"
     if missing := [name for name in binaries if not shutil.which(name)]:
         return f"not installed: {', '.join(missing)}"
     return requirements()
-
-
-def require(reason: str | None) -> None:
-    """Skip the test for this reason; in CI, where everything must be there, let it fail."""
-    if reason:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
-
-
-def run(*argv: object) -> str:
-    """The output of a command that must succeed."""
-    done = subprocess.run([str(word) for word in argv], capture_output=True, text=True)
-    assert done.returncode == 0, f"{argv}: {done.stdout}{done.stderr}"
-    return done.stdout
-
-
-def kill(find: Callable[[], list[int]]) -> None:
-    """SIGKILL to all that `find` finds, until it finds nothing."""
-    end = time.monotonic() + 10
-    while pids := find():
-        assert time.monotonic() < end, f"cannot be killed: {pids}"
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.01)
-
-
-class Hosts:
-    """`count` hosts on one bridge: ladder<number>n1 with 10.77.<number>.1, and so on.
-
-    `own` is the address that a host's own name has in its own /etc/hosts: the right one unless
-    given. Debian's installer writes 127.0.1.1 there.
-    """
-
-    def __init__(self, count: int = 2, own: str | None = None) -> None:
-        self.count = count
-        self.number, self._claim = self._claimed()
-        self._remove()  # what a run that was killed left under this number
-        atexit.register(self.close)
-        bridge = self.bridge = f"ladder{self.number}bridge"
-        run("ip", "netns", "add", bridge)
-        run("ip", "-n", bridge, "link", "add", "br0", "up", "type", "bridge")
-        for host in range(count):
-            name, peer = self.name(host), ("peer", "name", f"port{host}", "netns", bridge)
-            run("ip", "netns", "add", name)
-            run("ip", "link", "add", "eth0", "netns", name, "type", "veth", *peer)
-            run("ip", "-n", bridge, "link", "set", f"port{host}", "up", "master", "br0")
-            run("ip", "-n", name, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
-            run("ip", "-n", name, "link", "set", "lo", "up")
-            run("ip", "-n", name, "link", "set", "eth0", "up")
-            lines = ["127.0.0.1 localhost", "::1 localhost"]
-            for other in range(count):
-                address = own if own and other == host else self.address(other)
-                lines.append(f"{address} {self.name(other)}")
-            folder = NETNS / name
-            while not folder.is_dir():  # another process's close() may take the empty parent away
-                with contextlib.suppress(FileNotFoundError):
-                    folder.mkdir(parents=True)
-            (folder / "hosts").write_text("\n".join(lines) + "\n")
-
-    @staticmethod
-    def _claimed() -> tuple[int, socket.socket]:
-        """A number that no other process has: an abstract socket ends with its process."""
-        for number in range(1, 255):
-            claim = socket.socket(socket.AF_UNIX)
-            try:
-                claim.bind(f"\0ladder-hosts-{number}")
-            except OSError:
-                claim.close()
-            else:
-                return number, claim
-        raise RuntimeError("254 groups of hosts are in use")
-
-    def __enter__(self) -> "Hosts":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def name(self, host: int) -> str:
-        """The host's name, which is its namespace's too."""
-        return f"ladder{self.number}n{host + 1}"
-
-    def address(self, host: int) -> str:
-        return f"10.77.{self.number}.{host + 1}"
-
-    def command(
-        self, host: int, argv: Iterable[object], env: Mapping[str, object] | None = None
-    ) -> list[str]:
-        """What runs `argv` on the host. All are exec'd, so the process started is `argv` itself.
-
-        `env` comes on top of the caller's environment; an empty variable is one that is not set.
-        """
-        values = {name: str(value) for name, value in (env or {}).items()}
-        unset = [f"--unset={name}" for name, value in values.items() if not value]
-        settings = [f"{name}={value}" for name, value in values.items() if value]
-        enter = ["ip", "netns", "exec", self.name(host), "unshare", "--uts"]
-        rename = ["sh", "-c", 'hostname "$0" && exec "$@"', self.name(host)]
-        return [*enter, *rename, "env", *unset, *settings, *map(str, argv)]
-
-    def link(self, host: int, up: bool) -> None:
-        """Pull the host's cable, or put it back. The host keeps its address; packets get lost."""
-        run("ip", "-n", self.bridge, "link", "set", f"port{host}", "up" if up else "down")
-
-    def shape(self, rate: str, host: int | None = None) -> None:
-        """Limit what the host (None: each host) can send, for instance to "100mbit"."""
-        for each in range(self.count) if host is None else [host]:
-            tbf = ("root", "tbf", "rate", rate, "burst", "64k", "latency", "400ms")
-            run("tc", "-n", self.name(each), "qdisc", "replace", "dev", "eth0", *tbf)
-
-    def unshape(self, host: int | None = None) -> None:
-        for each in range(self.count) if host is None else [host]:
-            run("tc", "-n", self.name(each), "qdisc", "del", "dev", "eth0", "root")
-
-    def pids(self, host: int) -> list[int]:
-        """All living processes on the host."""
-        return [int(pid) for pid in run("ip", "netns", "pids", self.name(host)).split()]
-
-    def close(self) -> None:
-        """Kill what still runs on the hosts, and remove them."""
-        if self._claim.fileno() < 0:  # closed before: the number may be another's by now
-            return
-        atexit.unregister(self.close)
-        self._remove()
-        self._claim.close()
-
-    def _remove(self) -> None:
-        ours = re.compile(rf"^ladder{self.number}(?:n\d+|bridge)\b", re.M)
-        for name in ours.findall(run("ip", "netns", "list")):
-            kill(lambda name=name: [int(pid) for pid in run("ip", "netns", "pids", name).split()])
-            run("ip", "netns", "del", name)
-            shutil.rmtree(NETNS / name, ignore_errors=True)
-        with contextlib.suppress(OSError):  # not empty, or not there
-            NETNS.rmdir()
 
 
 class Slurm:

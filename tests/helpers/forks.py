@@ -28,7 +28,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-SITE = Path(__file__).resolve().parent / "site"
+SITE = Path(__file__).resolve().parents[1] / "site"
 PRELOAD = ("torch", "torch._dynamo", "torchvision", "tqdm", "PIL.Image")
 CONTEXT = multiprocessing.get_context("forkserver")
 

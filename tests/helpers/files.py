@@ -1,0 +1,50 @@
+"""The files that jobs read and write: data sets, snapshots."""
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import torch
+
+
+def load(path: Path) -> dict:
+    return torch.load(path, map_location="cpu", weights_only=True)  # maybe an accelerator's
+
+
+def same_bytes(a: dict, b: dict) -> bool:
+    """Whether two snapshots' weights and momenta are the same, bit for bit."""
+    tensors = [(a["model"][name], b["model"][name]) for name in a["model"]]
+    for index, state in a["optimizer"]["state"].items():
+        other = b["optimizer"]["state"][index]
+        tensors.append((state["momentum_buffer"], other["momentum_buffer"]))
+    assert len(tensors) > len(a["model"])
+    return all(torch.equal(x, y) for x, y in tensors)
+
+
+def difference(a: dict, b: dict) -> float:
+    """The largest difference between two snapshots' weights and momenta."""
+    assert a["model"].keys() == b["model"].keys()
+    assert a["optimizer"]["state"].keys() == b["optimizer"]["state"].keys()
+    pairs = [(a["model"][name], b["model"][name]) for name in a["model"]]
+    for index, state in a["optimizer"]["state"].items():
+        pairs.append((state["momentum_buffer"], b["optimizer"]["state"][index]["momentum_buffer"]))
+    return max((x.double() - y.double()).abs().max().item() for x, y in pairs)
+
+
+def idx_files(folder: Path, train: int, test: int, seed: int = 0) -> Path:
+    """Fashion-MNIST-shaped files in torchvision's place below `folder`, learnable, of any size."""
+    raw = folder / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True, exist_ok=True)
+    prototypes = np.random.default_rng(1).integers(0, 256, (10, 28, 28))
+    rng = np.random.default_rng(seed)
+    for part, count in (("train", train), ("t10k", test)):
+        labels = rng.integers(0, 10, min(count, 5_000))
+        noise = rng.normal(60, 40, (len(labels), 28, 28))
+        images = np.clip(prototypes[labels] / 2 + noise, 0, 255).astype("u1")
+        labels = np.resize(labels, count)  # more of them are the first ones again
+        images = np.resize(images, (count, 28, 28))
+        header = struct.pack(">IIII", 0x803, count, 28, 28)
+        (raw / f"{part}-images-idx3-ubyte").write_bytes(header + images.tobytes())
+        header = struct.pack(">II", 0x801, count)
+        (raw / f"{part}-labels-idx1-ubyte").write_bytes(header + labels.astype("u1").tobytes())
+    return folder

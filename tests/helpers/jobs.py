@@ -1,0 +1,161 @@
+"""Running the real command lines: each in a session of its own, watched for what it leaves."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from helpers.forks import Fork
+
+ROOT = Path(__file__).resolve().parents[2]
+SITE = ROOT / "tests" / "site"
+SCRIPTS = ("single_gpu.py", "data_parallel.py", "ddp_spawn.py", "ddp_torchrun.py", "multinode.py")
+# Standalone: its own port, also where torchrun's default is a fixed one (before torch 2.9).
+TORCHRUN = "torchrun --standalone --nproc_per_node={} ddp_torchrun.py"
+EPOCH = re.compile(
+    r"^Epoch (\d+) \| Train loss: (\S+) \| Test loss: (\S+) \| "
+    r"Accuracy: (\d+)/(\d+) \((\S+)%\) \| (\d+) samples/s$",
+    re.M,
+)
+
+
+class Job:
+    """A script that was started; `finish` waits for it and checks that no process is left."""
+
+    def __init__(
+        self,
+        command: list[str],
+        folder: Path,
+        env: dict[str, str],
+        fork: bool = False,
+        host: str = "",
+    ) -> None:
+        self.mark = uuid.uuid4().hex
+        # One thread a process, as tests run side by side; an empty variable in `env` is one that
+        # is not set.
+        env = {"OMP_NUM_THREADS": "1", **env, "LADDER_MARK": self.mark, "PYTHONUNBUFFERED": "1"}
+        unset = {name for name, value in env.items() if not value}
+        env = {name: value for name, value in {**os.environ, **env}.items() if name not in unset}
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(SITE), env.get("PYTHONPATH"))))
+        self.folder, self.output = folder, folder / f"output-{self.mark}"
+        self.output.touch()
+        if fork:
+            self.process = Fork(command, folder, env, self.output, host)
+            return
+        with self.output.open("wb") as out:
+            self.process = subprocess.Popen(
+                command,
+                cwd=folder,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def wait_for(self, pattern: str, seconds: float = 60) -> None:
+        """Return as soon as the output has `pattern`."""
+        end = time.monotonic() + seconds
+        while not re.search(pattern, self.text, re.M):
+            assert self.process.poll() is None, f"ended without {pattern!r}:\n{self.text}"
+            assert time.monotonic() < end, f"no {pattern!r} in {seconds} s:\n{self.text}"
+            time.sleep(0.01)
+
+    def pids(self) -> list[int]:
+        """All living processes of the job, the parent first, the workers by age.
+
+        Those of its session, and torchrun's workers, which have sessions of their own.
+        """
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    state, _, _, session, *_ = stat(int(entry.name))
+                    ours = session == str(self.process.pid)
+                    ours = ours or self.mark.encode() in (entry / "environ").read_bytes()
+                    if state != "Z" and ours:
+                        found.append(int(entry.name))
+                except OSError:
+                    continue
+        return sorted(found)
+
+    def workers(self) -> list[int]:
+        """The processes that mp.spawn or torchrun started, by rank."""
+        workers = []
+        for pid in self.pids():
+            try:
+                environment = Path(f"/proc/{pid}/environ").read_bytes()
+                program = Path(f"/proc/{pid}/cmdline").read_bytes()
+                if found := re.search(rb"\0LOCAL_RANK=(\d+)", environment):
+                    workers.append((int(found[1]), pid))
+                elif stat(pid)[1] == str(self.process.pid) and b"resource_tracker" not in program:
+                    workers.append((pid, pid))
+            except OSError:
+                continue
+        return [pid for _, pid in sorted(workers)]
+
+    def finish(self, status: int | None = 0, seconds: float = 120) -> str:
+        """The whole output, once the job has ended with `status` and left no process behind."""
+        try:
+            self.process.wait(seconds)
+            end = time.monotonic() + 10
+            while (left := self.pids()) and time.monotonic() < end:
+                time.sleep(0.05)
+            assert not left, f"still running: {left}\n{self.text}"
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"not done after {seconds} s:\n{self.text}")
+        finally:
+            self.kill()
+        if status is not None:
+            assert self.process.returncode == status, self.text
+        return self.text
+
+    def kill(self) -> None:
+        for pid in self.pids():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self.process.wait()
+
+
+def stat(pid: int) -> list[str]:
+    """State, parent, process group, session and so on, as in proc(5)."""
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+
+
+def command(launch: str, *arguments: object) -> list[str]:
+    """`launch` is a script, or a command that ends with one: the words that start it."""
+    *words, script = launch.split()
+    first = words.pop(0) if words else "python"
+    programs = {"python": sys.executable, "torchrun": str(Path(sys.executable).parent / "torchrun")}
+    return [programs[first], *words, str(ROOT / script), *map(str, arguments)]
+
+
+def refusal(text: str, script: str, folder: Path) -> str:
+    """The error that comes after the usage; no other line, and nothing written."""
+    usage, error = text.splitlines()
+    assert usage == f"usage: {script} [total_epochs] [save_every] [options]"
+    assert not [path for path in folder.iterdir() if not path.name.startswith("output-")]
+    return error.removeprefix(f"{script}: error: ")
+
+
+def epochs(text: str) -> list[dict[str, float]]:
+    """The epoch lines of an output."""
+    names = ("epoch", "train_loss", "test_loss", "correct", "total", "accuracy", "rate")
+    return [dict(zip(names, map(float, found), strict=True)) for found in EPOCH.findall(text)]
+
+
+def losses(text: str) -> list[float]:
+    """The loss of every step, with --log-interval 1."""
+    return [float(value) for value in re.findall(r"\| Step \d+ \| Loss: (\S+)", text)]
