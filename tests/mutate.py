@@ -1,11 +1,11 @@
 """Does the suite notice? Break the scripts in the ways that matter: a test must fail each time.
 
-    python tests/mutate.py                          all, about half an hour on two cores
+    python tests/mutate.py                          all, a quarter of an hour on two cores
     python tests/mutate.py multinode.py             what breaks this file
     python tests/mutate.py "no set_epoch" padded    mutants whose names contain these words
     python tests/mutate.py --list
 
-Too slow for CI; tests/test_mutate.py, which is in the suite, keeps the list from going stale. Each
+Not in CI; tests/test_mutate.py, which is in the suite, keeps the list from going stale. Each
 run breaks a copy of the working tree in one place, and runs the test that must notice: killed. A
 mutant that survives means a test to write. First the same tests are run on unbroken copies. Needs
 what the suite needs in CI: root for several hosts, and Slurm.
