@@ -34,8 +34,8 @@ FILES = {
 
 
 def at(test: str) -> str:
-    """The file of this test, and its name: `test` without test_."""
-    return f"{FILES[test]}::test_{test}"
+    """The file of this test, and its name: `test` is without test_, and may have parameters."""
+    return f"{FILES[test.partition('[')[0]]}::test_{test}"
 
 
 def parts(test: str, *scripts: str) -> dict[str, str]:
@@ -44,7 +44,7 @@ def parts(test: str, *scripts: str) -> dict[str, str]:
 
 
 def common(file: str, test: str) -> dict[str, str]:
-    return {file: f"test_common.py::test_{test}"}
+    return {file: at(test)}
 
 
 def option(test: str, *scripts: str) -> dict[str, str]:

@@ -1,11 +1,14 @@
 """Every line and figure that is printed, and who prints it. In the tests' process."""
 
+import ast
 import os
 import re
 import runpy
 import signal
 import socket
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -241,3 +244,99 @@ def test_the_figures_of_check(make, monkeypatch, capsys):
         "Epoch | 2 steps | about 8.0 s\n"
     )
     assert synced == [False] * 6 and not times
+
+
+# --- what is printed, by the expressions in it --------------------------------------------------
+
+EPOCH, STEPS = "the_line_of_an_epoch", "the_lines_of_steps_and_the_sums_of_an_epoch"
+START, RANK = "the_lines_of_the_start_of_a_stop_and_of_a_resume", "the_line_of_a_rank"
+FIRST = "an_epochs_first_line_names_the_device_and_the_rank"
+CHECK, DEVICES = "the_figures_of_check", "data_parallel_says_over_how_many_devices_it_splits"
+TOTAL_TIME = "the_total_time_is_in_seconds"
+# Of each function: the figures in its lines, and the test, without test_, that has them all.
+FIGURES = {
+    "__init__": {DEVICES: ("count", "device", "split")},
+    "_run_epoch": {
+        FIRST: ("name", "self.rank", "line", "epoch", "b_sz", "len(self.train_data)"),
+        STEPS: ("step", "loss.item() / count"),
+    },
+    "_load_snapshot": {START: ("self.epoch", "self.samples_seen")},
+    "train": {
+        EPOCH: (
+            "epoch",
+            "losses",
+            "accuracy",
+            "train_loss",
+            "test_loss",
+            "correct",
+            "test_size",
+            "correct / test_size",
+            "rate",
+            "path",
+        ),
+        START: ("self.samples_seen",),
+    },
+    "check": {
+        CHECK: (
+            "size / 1000000.0",
+            "reduce * 1000.0",
+            "sent",
+            "compute * 1000.0",
+            "reduce / (compute + reduce)",
+            "share",
+            "steps",
+            "epoch",
+        ),
+        "check_adds_up": ("wrong.item()", "world_size * count"),
+    },
+    "open_snapshot": {START: ("path",)},
+    "ddp_setup": {
+        RANK: (
+            "rank",
+            "world_size",
+            "args.rank",
+            "args.world_size",
+            "socket.gethostname()",
+            "device",
+            "dist.get_backend()",
+            "torch.get_num_threads()",
+        )
+    },
+    "main": {TOTAL_TIME: ("time.perf_counter() - start",)},
+    "<module>": {TOTAL_TIME: ("time.perf_counter() - start",)},
+}
+SCALARS = {"loss/train", "loss/test", "accuracy", "samples_per_second"}  # they are in EPOCH, too
+
+
+def figures(tree: ast.AST, function: str = "<module>") -> Iterator[tuple[str, str]]:
+    """Where a script makes a line that it prints, and the expressions in it."""
+    for node in ast.iter_child_nodes(tree):
+        inside = node.name if isinstance(node, ast.FunctionDef) else function
+        if inside in FIGURES and not isinstance(node, ast.Raise):
+            if isinstance(node, ast.FormattedValue):
+                yield inside, ast.unparse(node.value)
+            yield from figures(node, inside)
+        elif not isinstance(node, ast.FunctionDef):
+            yield from figures(node, inside)
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, "common/check.py"])
+def test_every_printed_figure_has_a_row(script):
+    text = (ROOT / script).read_text()
+    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    scalars = {*re.findall(r'add_scalar\("(.*?)"', text)}
+    assert scalars == (SCALARS if script in SCRIPTS else set())
+    for function, figure in figures(ast.parse(text)):
+        rows = [test for test, known in FIGURES[function].items() if figure in known]
+        elsewhere = OTHER_FIGURES.get(function, ())
+        assert rows or figure in elsewhere, f"{function} prints {figure}: test it, add a row"
+        assert all(f"def test_{test}(" in tests for test in rows)
+
+
+# Parts of errors and of names, which other tests have.
+OTHER_FIGURES = {
+    "open_snapshot": ("name", "then", "now"),
+    "ddp_setup": ("line", "error"),
+    "main": ("who", "args.init_method", "one_line(error)", "args.rank", "args.world_size"),
+    "<module>": ("error",),
+}

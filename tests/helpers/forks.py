@@ -30,7 +30,7 @@ from pathlib import Path
 
 SITE = Path(__file__).resolve().parents[1] / "site"
 PRELOAD = ("torch", "torch._dynamo", "torchvision", "tqdm", "PIL.Image")
-CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT = multiprocessing.get_context("forkserver" if sys.platform == "linux" else None)
 
 
 class Fork:

@@ -36,6 +36,8 @@ class Job:
         fork: bool = False,
         host: str = "",
     ) -> None:
+        if sys.platform != "linux":
+            pytest.skip("needs Linux: it looks into /proc for what a job leaves behind")
         self.mark = uuid.uuid4().hex
         # One thread a process, as tests run side by side; an empty variable in `env` is one that
         # is not set.

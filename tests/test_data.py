@@ -1,8 +1,6 @@
-"""common/: the models, the data sets, who gets which sample, and the seeds."""
+"""common/data.py: the data sets, the batches, and who gets which sample."""
 
-import contextlib
 import hashlib
-import io
 import os
 import random
 import subprocess
@@ -26,33 +24,13 @@ from torch.utils.data import (
 )
 
 from common.data import Batches, DataError, ShardedBatchSampler, load_dataset, make_digits
-from common.model import DEFAULT_MODEL, MODELS, build_model, check_batch_norm
-from common.seed import get_rng_state, set_rng_state, set_seed, use_deterministic_kernels
+from common.model import build_model
+from common.seed import set_seed
 
 
 @pytest.fixture(scope="module")
 def digits():
     return load_dataset("digits", "unused")
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("shape", [(1, 28, 28), (3, 32, 32), (3, 40, 40)])
-def test_model_takes_any_image_and_returns_logits(name, shape):
-    model = build_model(name, shape)
-    logits = model(torch.randn(4, *shape))
-    assert logits.shape == (4, 10)
-    assert (logits < 0).any() and not torch.allclose(logits.exp().sum(1), torch.ones(4))
-    logits.sum().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-def test_models_are_those_of_the_tutorials():
-    assert [p.shape[0] for p in MODELS["mlp"]().parameters() if p.ndim == 2] == [512, 512, 10]
-    lenet = [p.shape[0] for p in MODELS["lenet"]().parameters() if p.ndim > 1]
-    assert lenet == [6, 16, 120, 84, 10]
-    assert any(isinstance(m, nn.BatchNorm2d) for m in MODELS["resnet18"]().modules())
-    assert any(isinstance(m, nn.Dropout) for m in MODELS["convnet"]().modules())
-    assert DEFAULT_MODEL.keys() == {"digits", "mnist", "fashion-mnist", "cifar10"}
 
 
 def test_preload_imports_what_the_data_set_needs_and_raises_nothing(tmp_path):
@@ -251,21 +229,6 @@ def test_an_empty_data_set_is_refused():
         Batches([])
 
 
-def test_batchnorm_of_single_samples_is_refused():
-    small, large = make_digits(4, 0), [(torch.randn(1, 64, 64), 0)]
-    resnet, mlp = build_model("resnet18", (1, 28, 28)), build_model("mlp", (1, 28, 28))
-    before = {name: value.clone() for name, value in resnet.state_dict().items()}
-    check_batch_norm(mlp, 0, small)
-    check_batch_norm(resnet, 2, small)
-    check_batch_norm(resnet, 1, large)  # its feature maps are larger than 1x1
-    check_batch_norm(resnet, 1, [({"other": "inputs"}, 0)])
-    assert all(torch.equal(value, before[name]) for name, value in resnet.state_dict().items())
-    with pytest.raises(DataError, match=r"BatchNorm needs 2 samples .* the smallest batch has 0:"):
-        check_batch_norm(resnet, 0, large)
-    with pytest.raises(DataError, match=r"BatchNorm needs 2 samples .* the smallest batch has 1:"):
-        check_batch_norm(resnet, 1, small)
-
-
 @pytest.mark.parametrize("count", [1, 7, 64, 100, 257])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("start", [0, 5, 64])
@@ -302,81 +265,3 @@ def test_sampler_has_distributed_samplers_order():
             ours.set_epoch(epoch)
             theirs.set_epoch(epoch)
             assert [index for batch in ours for index in batch] == list(theirs)
-
-
-def draw() -> tuple:
-    return random.random(), np.random.rand(), torch.rand(3).tolist(), torch.randn(5).tolist()
-
-
-def test_seeds_differ_by_rank_and_repeat():
-    draws = {}
-    for rank in (0, 1, 2, 0):
-        set_seed(42, rank)
-        drawn = draw()
-        assert draws.setdefault(rank, drawn) == drawn
-    for values in zip(*draws.values(), strict=True):
-        assert len({str(value) for value in values}) == 3
-    set_seed(2**32 - 1, rank=5)  # NumPy takes 32 bits only
-
-
-def test_rng_state_survives_a_snapshot_that_is_loaded_safely():
-    set_seed(3)
-    draw()
-    buffer = io.BytesIO()
-    torch.save(get_rng_state(torch.device("cpu")), buffer)
-    expected = draw()
-    buffer.seek(0)
-    set_rng_state(torch.load(buffer, weights_only=True), torch.device("cpu"))
-    assert draw() == expected
-
-
-class FakeDevice:
-    """Two accelerators' generators; torch.get_device_module gives a module, and this one."""
-
-    def __init__(self, monkeypatch) -> None:
-        self.generators, self.current = [torch.Generator(), torch.Generator()], 0
-        monkeypatch.setattr(torch, "get_device_module", lambda device: self)
-        monkeypatch.setattr(torch.accelerator, "device_index", self.device_index)
-
-    @contextlib.contextmanager
-    def device_index(self, index):
-        before, self.current = self.current, index
-        yield
-        self.current = before
-
-    def manual_seed(self, seed):
-        self.generators[self.current].manual_seed(seed)
-
-    def get_rng_state(self, device):
-        return self.generators[device.index].get_state()
-
-    def set_rng_state(self, state, device):
-        self.generators[device.index].set_state(state)
-
-    def draw(self) -> list[list[float]]:
-        return [torch.rand(3, generator=generator).tolist() for generator in self.generators]
-
-
-def test_each_device_of_a_process_draws_its_own_and_is_restored(monkeypatch):
-    fake, devices = FakeDevice(monkeypatch), [torch.device("cuda", i) for i in (0, 1)]
-    set_seed(7, devices=devices)
-    first, second = fake.draw()
-    assert first != second
-    assert first == torch.rand(3, generator=torch.Generator().manual_seed(7)).tolist()
-    state = get_rng_state(*devices)
-    expected = fake.draw()
-    set_rng_state(state, *devices)
-    assert fake.draw() == expected
-    set_rng_state(get_rng_state(devices[0]), *devices)  # of a run on one device: for the first one
-    set_rng_state(state, torch.device("xpu", 0))  # another type keeps its own
-
-
-def test_deterministic_kernels():
-    use = use_deterministic_kernels.__name__
-    code = (
-        f"import os, torch; from common.seed import {use}\n"
-        f"assert not torch.are_deterministic_algorithms_enabled()\n"
-        f"{use}(); assert torch.are_deterministic_algorithms_enabled()\n"
-        f"assert os.environ['CUBLAS_WORKSPACE_CONFIG'] and not torch.backends.cudnn.benchmark"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
