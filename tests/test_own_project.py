@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.files import difference, load, same_bytes
+from helpers.files import difference, hunks, load, same_bytes
 from helpers.jobs import ROOT, SCRIPTS, Job, epochs
 from PIL import Image
 
@@ -118,11 +118,7 @@ def flowers(folder: Path) -> None:
 def test_readmes_example(tmp_path, script):
     readme = (ROOT / "README.md").read_text()
     (diff,) = re.findall(r"```diff\n(.*?)```", readme, re.S)
-    edits = []
-    for hunk in re.split(r"^@@.*\n", diff, flags=re.M)[1:]:
-        lines = hunk.splitlines(keepends=True)
-        old, new = ("".join(li[1:] for li in lines if li[0] in sign) for sign in (" -", " +"))
-        edits.append((old, new))
+    edits = hunks(diff)
     assert len(edits) >= 3
     if script == "ddp_spawn.py":  # README says so: the parent makes a model, too
         model = "resnet18(num_classes=len(train_set.classes))"

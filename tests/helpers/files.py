@@ -1,5 +1,6 @@
 """The files that jobs read and write: data sets, snapshots."""
 
+import re
 import struct
 from pathlib import Path
 
@@ -48,3 +49,22 @@ def idx_files(folder: Path, train: int, test: int, seed: int = 0) -> Path:
         header = struct.pack(">II", 0x801, count)
         (raw / f"{part}-labels-idx1-ubyte").write_bytes(header + labels.astype("u1").tobytes())
     return folder
+
+
+def hunks(diff: str) -> list[tuple[str, str]]:
+    """The old and the new lines of each hunk, of a diff whose hunks begin with @@."""
+    found = []
+    for hunk in re.split(r"^@@.*\n", diff, flags=re.M)[1:]:
+        lines = hunk.splitlines(keepends=True)
+        found.append(
+            tuple("".join(line[1:] for line in lines if line[0] in sign) for sign in (" -", " +"))
+        )
+    return found
+
+
+def patched(text: str, diff: str) -> str:
+    """The text with this diff's changes; the old lines of each hunk stand there just once."""
+    for old, new in hunks(diff):
+        assert text.count(old) == 1, f"{text.count(old)} times:\n{old}"
+        text = text.replace(old, new)
+    return text
