@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from helpers.forks import start_the_server
 from helpers.jobs import ROOT
 
 sys.path.insert(0, str(ROOT / "docs"))
@@ -15,6 +16,12 @@ import pitfalls
 BLOCKS = pitfalls.blocks(pitfalls.PAGE.read_text())
 QUOTATIONS = [(name, text) for language, name, text in BLOCKS if not name.isidentifier()]
 STALE = "stale: python docs/pitfalls.py"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server():
+    """A process has one server to fork from, started by whoever comes first: this one suits all."""
+    start_the_server()
 
 
 def show(name: str) -> list[str]:
