@@ -288,6 +288,119 @@ def one_logit_right(rank):
     print(f"loss {abs(loss.item()):.2f}, weights changed: {not model.module.weight.equal(before)}")
 
 
+@program()
+def one_rank_wrong(rank):
+    group = dist.new_group(timeout=datetime.timedelta(seconds=2))  # the default: half an hour
+    correct = torch.tensor([3.0, 4.0][rank])
+    try:
+        if rank == 0:
+            dist.all_reduce(correct, group=group)
+            print(f"correct: {correct.item():.0f}")
+    except RuntimeError:
+        print("waits for rank 1, in vain")
+
+
+@program()
+def one_rank_right(rank):
+    group = dist.new_group(timeout=datetime.timedelta(seconds=2))
+    correct = torch.tensor([3.0, 4.0][rank])
+    dist.all_reduce(correct, group=group)
+    if rank == 0:
+        print(f"correct: {correct.item():.0f}")
+
+
+@program()
+def wrapper_wrong(rank):
+    group = dist.new_group(timeout=datetime.timedelta(seconds=2))
+    model = DDP(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), process_group=group)
+    model.eval()
+    try:
+        if rank == 0:
+            with torch.no_grad():
+                print("outputs:", len(model(torch.ones(3, 4))))
+    except RuntimeError:
+        print("waits for rank 1, in vain")
+
+
+@program()
+def wrapper_right(rank):
+    group = dist.new_group(timeout=datetime.timedelta(seconds=2))
+    model = DDP(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), process_group=group)
+    model.eval()
+    if rank == 0:
+        with torch.no_grad():
+            print("outputs:", len(model.module(torch.ones(3, 4))))
+
+
+@program()
+def unused_wrong(rank):
+    model = DDP(nn.ModuleDict({"used": nn.Linear(4, 1), "unused": nn.Linear(4, 1)}))
+    model.module.forward = lambda source: model.module["used"](source)
+    try:
+        for step in range(2):
+            model(torch.ones(3, 4)).mean().backward()
+            print(f"step {step} done")
+    except RuntimeError as error:
+        print(str(error).split(". ")[0])
+
+
+@program()
+def unused_right(rank):
+    modules = nn.ModuleDict({"used": nn.Linear(4, 1), "unused": nn.Linear(4, 1)})
+    model = DDP(modules, find_unused_parameters=True)
+    model.module.forward = lambda source: model.module["used"](source)
+    for step in range(2):
+        model(torch.ones(3, 4)).mean().backward()
+        print(f"step {step} done")
+
+
+@program(ranks=1)
+def clip_wrong(rank):
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
+    loss = 3 * weight.sum()  # its gradient is 3, and 1 when it is clipped
+    scaler.scale(loss).backward()
+    nn.utils.clip_grad_norm_([weight], max_norm=1.0)
+    scaler.step(optimizer)
+    print(f"a step of {-weight.item():.7f}")
+
+
+@program(ranks=1)
+def clip_right(rank):
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
+    loss = 3 * weight.sum()
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_([weight], max_norm=1.0)
+    scaler.step(optimizer)
+    print(f"a step of {-weight.item():.7f}")
+
+
+@program(ranks=1)
+def schedule_wrong(rank):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=10)  # in 10 steps
+    for micro_batch in range(1, 13):
+        if micro_batch % 4 == 0:
+            optimizer.step()
+            print(f"step {micro_batch // 4}: a rate of {schedule.get_last_lr()[0]:.1f}")
+        schedule.step()
+
+
+@program(ranks=1)
+def schedule_right(rank):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=10)
+    for micro_batch in range(1, 13):
+        if micro_batch % 4 == 0:
+            optimizer.step()
+            print(f"step {micro_batch // 4}: a rate of {schedule.get_last_lr()[0]:.1f}")
+            schedule.step()
+
+
 # --- ranks --------------------------------------------------------------------------------------
 
 

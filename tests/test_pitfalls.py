@@ -96,6 +96,36 @@ def test_one_logit():
     assert "loss 0.00" not in line and "weights changed: True" in line
 
 
+def test_a_collective_that_one_rank_calls():
+    assert show("one_rank_wrong") == ["[rank 0] waits for rank 1, in vain"]
+    assert show("one_rank_right") == ["[rank 0] correct: 7"]
+
+
+def test_evaluation_through_the_wrapper():
+    assert show("wrapper_wrong") == ["[rank 0] waits for rank 1, in vain"]
+    assert show("wrapper_right") == ["[rank 0] outputs: 3"]
+
+
+def test_parameters_that_take_no_part():
+    done, raised = show("unused_wrong")
+    assert done == "[every rank] step 0 done" and "Expected to have finished reduction" in raised
+    assert show("unused_right") == [done, "[every rank] step 1 done"]
+
+
+def test_clipping_before_unscale():
+    (wrong,), (right,) = show("clip_wrong"), show("clip_right")
+    assert float(right.split()[-1]) == 0.1
+    assert float(wrong.split()[-1]) == pytest.approx(0.1 / 65_536, abs=1e-7)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler")
+def test_a_schedule_that_steps_with_each_micro_batch():
+    wrong, right = (
+        [line.split()[-1] for line in show(f"schedule_{e}")] for e in ("wrong", "right")
+    )
+    assert (wrong, right) == (["0.7", "0.3", "0.0"], ["1.0", "0.9", "0.8"])
+
+
 def test_the_size_of_no_world():
     (line,) = show("world_size_wrong")
     assert "ValueError: Default process group has not been initialized" in line
@@ -164,6 +194,16 @@ def test_the_page_has_all_programs_and_their_code():
     for name in shown:
         assert code[name] == pitfalls.source(name), STALE
         assert re.search(f'"{name}"|"{name[:-5]}{{end}}"', Path(__file__).read_text()), name
+
+
+def test_the_index_has_every_section():
+    page = pitfalls.PAGE.read_text()
+    index, _, rest = page.partition("\n## ")
+    headings = re.findall(r"^### (.*)$", rest, re.M)
+    links = re.findall(r"\[((?:[^]]|`)+)\]\(#([^)]+)\)", index)
+    assert [name for name, _ in links] == headings and len(headings) > 20
+    for name, anchor in links:  # as GitHub makes them
+        assert anchor == re.sub(r"[^\w\- ]", "", name.lower()).replace(" ", "-")
 
 
 def unindented(code: str) -> str:
