@@ -118,12 +118,9 @@ def test_clipping_before_unscale():
     assert float(wrong.split()[-1]) == pytest.approx(0.1 / 65_536, abs=1e-7)
 
 
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler")
 def test_a_schedule_that_steps_with_each_micro_batch():
-    wrong, right = (
-        [line.split()[-1] for line in show(f"schedule_{e}")] for e in ("wrong", "right")
-    )
-    assert (wrong, right) == (["0.7", "0.3", "0.0"], ["1.0", "0.9", "0.8"])
+    found = [[line.split()[-1] for line in show(f"schedule_{end}")] for end in ("wrong", "right")]
+    assert found == [["0.7", "0.3", "0.0"], ["1.0", "0.9", "0.8"]]
 
 
 def test_the_size_of_no_world():
