@@ -56,12 +56,13 @@ def summary(result: dict) -> dict:
     is too slow for that: it has none where the same program with one thread stands for it.)
     """
     stands_for = {"tutorial": "tutorial, 1 thread"}
-    names = {(record["case"], record["contestant"]) for record in result["records"]}
+    worked = [record for record in result["records"] if "error" not in record]
+    names = {(record["case"], record["contestant"]) for record in worked}
     epochs = {}  # of each case
     for record in result["records"]:
         case, name = record["case"], record["contestant"]
-        if record.get("rates") and (case, stands_for.get(name)) not in names:
-            done = len(record["accuracies"])
+        done = len(record.get("accuracies", ()))
+        if done > 1 and (case, stands_for.get(name)) not in names:
             epochs[case] = min(done, epochs.get(case, done))
     records = []
     for record in result["records"]:
@@ -71,7 +72,7 @@ def summary(result: dict) -> dict:
             records.append({**kept, "error": record["error"]})
             continue
         kept |= {"first_step": round(record["first_step"], 4), "memory": round(record["memory"], 2)}
-        if record["rates"]:
+        if len(record["rates"]) > 1:  # not of a case that stops at the first step
             kept["rate"] = statistics.median(record["rates"][1:])
             if (case, stands_for.get(name)) not in names:
                 kept |= {"epochs": epochs[case], "accuracy": record["accuracies"][epochs[case] - 1]}

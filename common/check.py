@@ -18,8 +18,8 @@ def check(trainer: Any) -> None:
     the gradient's size. All ranks must call this.
 
     Args:
-        trainer: has `model` (DDP), `device`, `train_data` (yields (source, targets)) and
-            `_run_batch(source, targets, count) -> loss`. Its weights change.
+        trainer: has `model` (DDP), `device`, `world_size`, `train_data` (yields (source,
+            targets)) and `_run_batch(source, targets, count) -> loss`. Its weights change.
 
     Raises:
         SystemExit: a sum that an all-reduce has made is wrong.

@@ -3,6 +3,7 @@
 import functools
 import importlib
 import os
+import re
 import signal
 import sys
 import time
@@ -62,14 +63,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Progress:
-    """A line every 15 seconds that says what is being run; LADDER_RAN names a file for all that
-    was run, in which .ci/run looks for what is missing."""
+    """A line now and then, when a test starts, that says what is being run: every 15 s at most.
+
+    LADDER_RAN names a file for all that was run, in which .ci/run looks for what is missing. What
+    was skipped was not run, but for the GPU's tests.
+    """
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.start = self.said = time.monotonic()
         self.running, self.done = [], 0
-        self.file = os.environ.get("LADDER_RAN")
+        self.skipped = set()
+        self.file = os.environ.pop("LADDER_RAN", None)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.running.append(nodeid)
@@ -84,14 +89,19 @@ class Progress:
             writer.line()
         writer.line(f"{minutes}:{seconds:02}  {self.done} done, now {names}")
 
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.skipped and "gpu" not in report.keywords:
+            self.skipped.add(report.nodeid)
+
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         self.running.remove(nodeid)
         self.done += 1
-        if self.file:
+        if self.file and nodeid not in self.skipped:
             with open(self.file, "a") as file:
-                print(nodeid.partition("@")[0], file=file)  # the rest is xdist's name of a group
+                print(re.sub("@(slurm|gpu)$", "", nodeid), file=file)  # the group's name is xdist's
 
 
+@pytest.hookimpl(trylast=True)  # after the fixtures have ended their jobs: it waits for these
 def pytest_sessionfinish() -> None:
     """Wait for the process that was forked from: what it used counts as used by the tests."""
     stop_the_server()

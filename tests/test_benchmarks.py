@@ -198,9 +198,19 @@ def test_the_floor_does_the_scripts_steps_and_accumulates(fork, tmp_path):
         assert len(found) == 3, done.stdout + done.stderr
         accuracies[batch, accumulate] = found[-1]
         after_one[batch, accumulate] = found[0]
+    # One epoch, as later ones have other permutations.
     options = ("--dataset", "fashion-mnist", "--data-dir", data, "--no-progress")
     (ours,) = epochs(fork("single_gpu.py", 1, *options))
-    assert abs(ours["accuracy"] - after_one[32, 1]) < 0.5  # later epochs have other permutations
+    assert abs(ours["accuracy"] - after_one[32, 1]) < 0.5
+    (ours,) = epochs(fork("ddp_spawn.py", 1, *options, "--nproc-per-node", 2))
+    floor = str(ROOT / "benchmarks" / "floor.py")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    spawn = ["--nproc-per-node", "2"]
+    for launch, processes in (([sys.executable], spawn), (torchrun, [])):
+        argv = [*launch, floor, "1", "--all-reduce", "--data-dir", str(data), *processes]
+        done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120)
+        ((accuracy, _),) = harness.EPOCH.findall(done.stdout)
+        assert abs(ours["accuracy"] - float(accuracy)) < 0.5
     assert abs(accuracies[32, 8] - accuracies[256, 1]) < 0.5
     assert accuracies[32, 1] > accuracies[32, 8] + 5  # more steps
 

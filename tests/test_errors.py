@@ -83,11 +83,11 @@ def error_line(text: str) -> str:
 
 
 @pytest.mark.parametrize("script", ["single_gpu.py", "ddp_spawn.py"])
-def test_a_snapshot_of_another_model(fork, tmp_path, fashion, script):
-    """More of what does not fit: in test_snapshots.py."""
+def test_a_snapshot_of_another_model(run, fork, tmp_path, fashion, script):
+    """More of what does not fit: in test_snapshots.py. Really started: no line more than that."""
     fork("single_gpu.py", 1, *fashion(100, 10))
     before = (tmp_path / "checkpoint.pt").read_bytes()
-    text = fork(script, 2, *fashion(100, 10), "--model", "convnet", "--resume", status=1)
+    text = run(script, 2, *fashion(100, 10), "--model", "convnet", "--resume", status=1)
     assert "made with --model mlp, and this run has convnet" in error_line(text)
     assert (tmp_path / "checkpoint.pt").read_bytes() == before
 

@@ -16,6 +16,7 @@ found = torch.accelerator.current_accelerator(check_available=True)
 count = torch.accelerator.device_count() if found else 0
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.xdist_group("gpu"),  # one after the other: each takes all devices
     pytest.mark.skipif(count == 0, reason="no accelerator on this machine"),
 ]
 kind = found.type if found else "cpu"

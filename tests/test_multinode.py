@@ -232,12 +232,12 @@ def test_masters_that_are_not_there(hosts, run):
     ):
         method = f"tcp://{master}:{PORT}"
         arguments = ("--init-method", method, "--rank", 1, "--world-size", 2, "--timeout", 5)
-        line = cannot_join(hosts.start(1, "multinode.py", *arguments), 15)
+        line = cannot_join(hosts.start(1, "multinode.py", *arguments), 9.5)
         assert line.startswith("error: rank 1 of 2 cannot join") and method in line
         assert re.search(reason, line)
         assert "missing after 5 s: rank 0" in line or "no.such.host" in method
     arguments = ("--init-method", method, "--rank", 0, "--world-size", 2, "--timeout", 5)
-    assert re.search(reason, cannot_join(hosts.start(0, "multinode.py", *arguments), 15))
+    assert re.search(reason, cannot_join(hosts.start(0, "multinode.py", *arguments), 9.5))
 
 
 def test_a_port_that_is_taken(hosts):
@@ -252,7 +252,7 @@ def test_a_port_that_is_taken(hosts):
         text=True,
     )
     taken.stdout.readline()
-    line = cannot_join(hosts.start(0, "multinode.py", *by_hand(hosts, 0)), 15)
+    line = cannot_join(hosts.start(0, "multinode.py", *by_hand(hosts, 0)), 9.5)
     assert f"port: {PORT}" in line and "EADDRINUSE, message: address already in use" in line
     taken.communicate("\n")
 
@@ -261,7 +261,7 @@ def test_a_peer_that_never_comes(hosts):
     hosts = hosts(2)
     job = hosts.start(0, "multinode.py", *by_hand(hosts, 0, 3), "--timeout", 6)
     other = hosts.start(1, "multinode.py", *by_hand(hosts, 2, 3), "--timeout", 6)
-    lines = [cannot_join(job, 16), cannot_join(other, 16)]
+    lines = [cannot_join(job, 11.5), cannot_join(other, 11.5)]
     assert any(line.endswith("missing after 6 s: rank 1") for line in lines), lines
 
 
@@ -297,7 +297,7 @@ def test_names_that_resolve_to_loopback(hosts, job):
     hosts = hosts(2, own="127.0.1.1")
     jobs = [hosts.start(r, "multinode.py", *by_hand(hosts, r), "--timeout", 6) for r in (0, 1)]
     for each in jobs:
-        line = cannot_join(each, 15)
+        line = cannot_join(each, 9.5)
         assert re.search(r"on node ladder\d+n\d gloo takes 127.0.1.1 for its address: on", line)
     env = {**DOUBLE, "GLOO_SOCKET_IFNAME": "eth0"}
     options += ("--batch-size", 12)

@@ -387,7 +387,13 @@ def test_the_smallest_values_are_taken(parse, script):
     assert (args.lr, args.momentum, args.seed, args.batch_size) == (0, 0, 0, 1)
 
 
-# The option, and the test that fails where it does nothing.
+def test_local_rank_is_taken_and_ignored(parse):
+    """As `python -m torch.distributed.launch` adds it."""
+    for option in ("--local-rank=1", "--local_rank=1"):
+        assert parse("ddp_torchrun.py", option)[1].local_rank == 0
+
+
+# The option, and the test that fails where it does nothing: none of them is slow.
 OTHERS = {
     "dataset": "test_options.py::test_data_set_and_folder",
     "data_dir": "test_options.py::test_data_set_and_folder",
@@ -402,11 +408,11 @@ OTHERS = {
     "sync_bn": "test_options.py::test_sync_bn",
     "amp": "test_steps.py::test_amp_in_training_and_in_evaluation",
     "compile": "test_steps.py::test_compile_leaves_the_names_of_the_weights",
-    "init_method": "test_multinode.py::test_ways_of_launching",
+    "init_method": "test_multinode.py::test_any_number_of_hosts_does_the_same_job",
     "check": "test_options.py::test_check",
     "no_cuda": "test_options.py::test_device",
-    "unused": "test_torchrun.py::test_ways_of_launching",  # --local-rank
-    "help": "test_readme.py::test_the_commands_in_their_order",
+    "unused": "test_options.py::test_local_rank_is_taken_and_ignored",
+    "help": "test_readme.py::test_docstrings_name_options_that_exist",
 }
 
 
@@ -426,7 +432,9 @@ def test_every_option_has_a_row(parse, monkeypatch, script):
     others = {action.dest for action in actions} - numbers
     assert others <= OTHERS.keys(), "add a row for it"
     for file, test in (OTHERS[name].split("::") for name in others):
-        assert f"def {test}(" in Path(__file__).with_name(file).read_text()
+        text = Path(__file__).with_name(file).read_text()
+        assert f"\ndef {test}(" in text
+        assert not re.search(rf"^@pytest.mark.slow\(.*\n(@.*\n)*def {test}\(", text, re.M)
     kept = {name for name in numbers if NUMBERS[name].kept}
     monkeypatch.undo()
     assert {*parse(script)[1].kept} & NUMBERS.keys() == kept

@@ -86,8 +86,7 @@ def send(job, how: str) -> int | None:
 )
 def test_asked_to_stop_in_the_middle_of_an_epoch(fork, start, tmp_path, whole, launch, how):
     options, whole_text, expected = whole(launch)
-    alone = launch[0] in ("single_gpu.py", "data_parallel.py")
-    job = start(launch[0], *options, fork=alone)
+    job = start(launch[0], *options)
     job.wait_for(r"Epoch 1 \| Step 3 ")
     text = job.finish(send(job, how))
     assert job.process.returncode != 0, text
@@ -123,8 +122,8 @@ def test_ranks_that_hear_of_the_stop_at_different_steps_agree(start, tmp_path, f
     "victim",
     [
         "parent",
-        pytest.param("parent, not on Linux", marks=pytest.mark.slow("the end of the same")),
-        pytest.param("rank 0", marks=pytest.mark.slow("the same with the other rank")),
+        pytest.param("parent, not on Linux", marks=pytest.mark.slow("as on a Mac")),
+        pytest.param("rank 0", marks=pytest.mark.slow("10 s; rank 1 is quick")),
         "rank 1",
     ],
 )

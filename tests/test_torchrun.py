@@ -98,7 +98,7 @@ def test_workers_stop_when_torchrun_is_killed(fork, start, tmp_path, whole):
 
 
 @pytest.mark.parametrize(
-    "rank", [pytest.param(0, marks=pytest.mark.slow("the same with the other rank")), 1]
+    "rank", [pytest.param(0, marks=pytest.mark.slow("8 s; rank 1 is the harder one")), 1]
 )
 def test_an_exception_of_any_rank_is_torchruns_root_cause(run, fashion, rank):
     text = run(TORCHRUN.format(2), 2, *fashion(1000, 10), status=1, LADDER_RAISE=f"{rank}:5")

@@ -26,7 +26,9 @@ THREADS = torch.get_num_threads()  # other tests change it, in this process
     "script",  # for the others see their own tests
     [
         "single_gpu.py",
-        pytest.param("data_parallel.py", marks=pytest.mark.slow("9 s, as the next does the same")),
+        pytest.param(
+            "data_parallel.py", marks=pytest.mark.slow("9 s; shorter runs of it are quick")
+        ),
         "ddp_spawn.py",
     ],
 )
@@ -166,7 +168,7 @@ def test_tensorboard_files(fork, tmp_path, fashion):
     [
         "single_gpu.py",
         *(
-            pytest.param(script, marks=pytest.mark.slow("the same lines as in single_gpu.py"))
+            pytest.param(script, marks=pytest.mark.slow("who has a bar: test_output.py"))
             for script in SCRIPTS[1:]
         ),
     ],
@@ -199,12 +201,13 @@ def test_progress_bar_on_a_terminal_only(tmp_path, fashion, script):
 
 
 def test_a_machine_with_gpus_runs_this_on_the_cpu(run, fork, fashion):
-    """Every test not marked gpu: whether it starts its jobs by `run` or by itself, and here."""
+    """Every test not marked gpu: by whatever it starts its jobs, and here."""
     env = {"LADDER_MACHINE": 2}  # it looks as if this machine had two
     text = run("single_gpu.py", "--help", **env, LADDER_CPU="")
     assert "--device {auto,cuda,cuda:0,cuda:1,cpu}" in text  # what would be found
     for script in SCRIPTS[:3]:
-        text = fork(script, 1, *fashion(50, 10), "--no-progress", **env)
+        start = run if script == "ddp_spawn.py" else fork
+        text = start(script, 1, *fashion(50, 10), "--no-progress", **env)
         assert "[CPU0] Epoch 0 |" in text
         if script == "data_parallel.py":
             assert "not split" in text

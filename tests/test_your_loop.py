@@ -1,6 +1,7 @@
 """docs/your_loop.md: each of its programs runs, and the last gives the first one's weights."""
 
 import re
+import sys
 
 import pytest
 from helpers.files import load, patched
@@ -18,11 +19,12 @@ LINE = re.compile(r"^epoch (\d): (\d+) of (\d+)$", re.M)
 @pytest.fixture
 def train(tmp_path):
     """train(number of the step, processes) -> what the program prints, and its weights."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
 
-    def train(step: int, processes: int = 0, **env: str) -> tuple[list[tuple[str, ...]], dict]:
+    def train(step: int, processes: int = 0, fork: bool = True, **env: str) -> tuple[list, dict]:
         (tmp_path / "train.py").write_text(PROGRAMS[step])
-        launch = ["torchrun", f"--nproc_per_node={processes}"] if processes else ["python"]
-        job = Job([*launch, str(tmp_path / "train.py")], tmp_path, env, fork=True)
+        launch = [*torchrun, str(processes)] if processes else [sys.executable]
+        job = Job([*launch, str(tmp_path / "train.py")], tmp_path, env, fork=fork)
         return LINE.findall(job.finish()), load(tmp_path / "model.pt")
 
     return train
@@ -34,6 +36,16 @@ def test_it_prints_what_the_page_says(train):
     for ours, theirs in zip(LINE.findall(shown), lines, strict=True):
         assert (ours[0], ours[2]) == (theirs[0], theirs[2])
         assert abs(int(ours[1]) - int(theirs[1])) < 3  # another machine rounds otherwise
+
+
+@pytest.mark.parametrize(
+    "step", [*(pytest.param(n, marks=pytest.mark.slow("also forked")) for n in range(8)), 8]
+)
+def test_by_the_real_command_line(train, step):
+    _, expected = train(0, **DOUBLE)
+    _, weights = train(step, 2 if step else 0, fork=False, **DOUBLE)
+    off = max((weights[name] - expected[name]).abs().max() for name in expected)
+    assert off < (0.1 if step == 4 else 1e-12)
 
 
 @pytest.mark.parametrize("processes", [2, 4])
@@ -64,4 +76,4 @@ def test_the_chinese_page_has_the_same_programs():
     assert [page.count("\n## ") for page in (PAGE, chinese)] == [9, 9]
     for page in (PAGE, chinese):
         for link in re.findall(r"\]\(([^)]+)\)", page):
-            assert (ROOT / "docs" / link).exists(), link
+            assert (ROOT / "docs" / link.partition("#")[0]).exists(), link

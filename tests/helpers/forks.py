@@ -6,9 +6,11 @@ computes, and not about how it is started or ended, `Fork` runs the same file wi
 arguments, environment and folder, in a session of its own; mp.spawn's ranks are forked, too, and
 torchrun's place is taken by a parent that sets the variables which torchrun sets.
 
-What is not as on the real command line: ranks inherit what their parent has imported; there are no
-restarts and no reports of torchrun's; /proc has the first process's arguments and environment. Not
-for GPUs: a process that uses one cannot be forked.
+What is not as on the real command line: ranks inherit what their parent has imported, and what
+Python draws at random when it starts (the order of sets). Data sets and models are not pickled.
+There are no restarts and no reports of torchrun's, and no signals for the ranks that it would start.
+/proc has the first process's arguments and environment. C++ code gives no warnings. And a process
+that uses a GPU cannot be forked.
 """
 
 import atexit
@@ -24,12 +26,15 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 SITE = Path(__file__).resolve().parents[1] / "site"
 PRELOAD = ("torch", "torch._dynamo", "torchvision", "tqdm", "PIL.Image")
+TORCHRUN = r"\S*(?:torchrun|python[\d.]* -m torch.distributed.run)(?: --standalone)?"
+TORCHRUN += r" --nproc[-_]per[-_]node[= ](\d+)"
 CONTEXT = multiprocessing.get_context("forkserver" if sys.platform == "linux" else None)
 
 
@@ -84,8 +89,6 @@ def stop_the_server() -> None:
 def begin(command: list[str], folder: Path, env: dict[str, str], output: Path, host: str) -> None:
     """In the forked process: become what the command line would have started."""
     os.setsid()
-    if host:
-        move_to(host)
     os.chdir(folder)
     for path, flags, descriptors in (
         (os.devnull, os.O_RDONLY, (0,)),
@@ -97,6 +100,8 @@ def begin(command: list[str], folder: Path, env: dict[str, str], output: Path, h
         os.close(file)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(write_through=True)  # as with PYTHONUNBUFFERED
+    if host:
+        move_to(host)
     os.environ.clear()
     os.environ.update(env)
     launch, script, *arguments = split(command)
@@ -104,8 +109,11 @@ def begin(command: list[str], folder: Path, env: dict[str, str], output: Path, h
     sys.path.insert(0, str(Path(script).parent))
     runpy.run_path(str(SITE / "sitecustomize.py"))
     fork_what_mp_spawn_would_start()
-    ranks = re.search(r"nproc[-_]per[-_]node[= ](\d+)", launch)
-    end(functools.partial(stand_in_for_torchrun, int(ranks[1])) if ranks else run)
+    if re.fullmatch(r"\S*python[\d.]*", launch):
+        end(run)
+    ranks = re.fullmatch(TORCHRUN, launch)
+    assert ranks, f"only the real torchrun can do this: {launch}"
+    end(functools.partial(stand_in_for_torchrun, int(ranks[1])))
 
 
 def move_to(host: str) -> None:
@@ -144,17 +152,16 @@ def end(function: Callable[[], None]) -> None:
         if isinstance(status, str):
             print(status, file=sys.stderr)
             status = 1
-    except KeyboardInterrupt:
+    except BaseException as error:
         traceback.print_exc()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-    except BaseException:
-        traceback.print_exc()
-        status = 1
+        status = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
+    if status == -signal.SIGINT:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     os._exit(status or 0)
 
 
@@ -169,6 +176,7 @@ def fork_what_mp_spawn_would_start() -> None:
 
         def as_in_a_new_process(*given: object) -> None:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            atexit._clear()  # the parent's: its temporary folder is not for a rank to remove
             function(*given)
 
         return mp.start_processes(as_in_a_new_process, args, nprocs, join, start_method="fork")
@@ -182,7 +190,9 @@ def stand_in_for_torchrun(count: int) -> None:
     store = os.fork()
     if not store:
         end(functools.partial(serve_the_store, writer))
+    os.close(writer)
     port = os.read(reader, 10).decode()
+    assert port, "no store"
     names = {
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": port,
@@ -202,6 +212,7 @@ def stand_in_for_torchrun(count: int) -> None:
         ranks.discard(pid)
         if code and not status:
             status = 1
+            time.sleep(0.5)  # torchrun looks now and then
             for other in ranks:
                 os.kill(other, signal.SIGTERM)
     os.kill(store, signal.SIGKILL)

@@ -123,6 +123,8 @@ class Job:
         return self.text
 
     def kill(self) -> None:
+        if self.process.poll() is None:
+            os.kill(self.process.pid, signal.SIGKILL)  # it may have no session of its own yet
         for pid in self.pids():
             try:
                 os.kill(pid, signal.SIGKILL)
