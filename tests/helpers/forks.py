@@ -8,9 +8,9 @@ torchrun's place is taken by a parent that sets the variables which torchrun set
 
 What is not as on the real command line: ranks inherit what their parent has imported, and what
 Python draws at random when it starts (the order of sets). Data sets and models are not pickled.
-There are no restarts and no reports of torchrun's, and no signals for the ranks that it would start.
-/proc has the first process's arguments and environment. C++ code gives no warnings. And a process
-that uses a GPU cannot be forked.
+There are no restarts and no reports of torchrun's, and no signals for the ranks that it would
+start. /proc has the first process's arguments and environment. C++ code gives no warnings. And a
+process that uses a GPU cannot be forked.
 """
 
 import atexit
