@@ -156,7 +156,7 @@ def test_too_little_shared_memory(tmp_path):
         pytest.skip("needs root and unshare")
     script = f"mount -t tmpfs -o size=4m none /dev/shm && {sys.executable} {ROOT}/ddp_spawn.py 1"
     done = subprocess.run(
-        ["unshare", "--mount", "sh", "-c", script], cwd=tmp_path, capture_output=True, timeout=60
+        ["unshare", "--mount", "sh", "-c", script], cwd=tmp_path, capture_output=True, timeout=180
     )
     line = error_line((done.stdout + done.stderr).decode())
     assert done.returncode == 1
@@ -182,7 +182,7 @@ def test_disk_full_while_saving(fork, tmp_path, fashion, script):
         [sys.executable, str(ROOT / script), *options, "2", "--resume"],
         cwd=tmp_path,
         capture_output=True,
-        timeout=60,
+        timeout=180,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
     )
     text = (done.stdout + done.stderr).decode()

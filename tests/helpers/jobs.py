@@ -65,7 +65,7 @@ class Job:
     def text(self) -> str:
         return self.output.read_text()
 
-    def wait_for(self, pattern: str, seconds: float = 60) -> None:
+    def wait_for(self, pattern: str, seconds: float = 180) -> None:
         """Return as soon as the output has `pattern`."""
         end = time.monotonic() + seconds
         while not re.search(pattern, self.text, re.M):
