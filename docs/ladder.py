@@ -1,8 +1,8 @@
-"""The diffs of ladder.md: what each step of the ladder changes, function by function.
+"""The diffs of docs/ladder/: what each step of the ladder changes, function by function.
 
-    python docs/ladder.py    put the hunks and their numbers of lines into ladder.md
+    python docs/ladder.py    put the hunks and their numbers of lines into the pages
 
-The headings and the sentences are ladder.md's own: edit them there. Under the heading of a function
+The headings and the sentences are the pages' own: edit them there. Under the heading of a function
 each hunk has a paragraph and a block. Where the two do not match what the scripts have, the command
 says which hunk has no sentence and which sentence has no hunk, leaves the page as it is, and fails.
 """
@@ -15,18 +15,23 @@ import textwrap
 from itertools import chain, zip_longest
 from pathlib import Path
 
-PAGE = Path(__file__).with_suffix(".md")
-ROOT = PAGE.parent.parent
+INDEX = Path(__file__).with_suffix(".md")
+ROOT = INDEX.parent.parent
 STEPS = {  # each script, and the one that it grew from
     "data_parallel.py": "single_gpu.py",
     "ddp_spawn.py": "single_gpu.py",
     "ddp_torchrun.py": "ddp_spawn.py",
     "multinode.py": "ddp_torchrun.py",
 }
-HEADING = re.compile(r"### (\w+\.py): `(.+)`")
+HEADING = re.compile(r"### `(.+)`")
 SECTION = re.compile(r"^ *# --- .* ---$", re.M)  # a heading in a script
 COUNTS = re.compile(r"\d+ lines go and \d+ come")
 CONTEXT = 1  # lines before and after a change
+
+
+def page(script: str) -> Path:
+    """The page of the step to this script."""
+    return INDEX.with_suffix("") / f"{script.removesuffix('.py')}.md"
 
 
 def parts(script: str) -> dict[str, list[str]]:
@@ -130,43 +135,44 @@ def counts(script: str) -> tuple[int, int]:
     return tuple(sum(line.startswith(sign) for line in lines) for sign in "-+")
 
 
-def update(page: str) -> tuple[str, list[str]]:
-    """The page with the hunks as they are now, and what does not match."""
+def update(script: str, page: str) -> tuple[str, list[str]]:
+    """This script's page with the hunks as they are now, and what does not match."""
     wrong, at = [], [match.start() for match in re.finditer(r"^##+ |\Z", page, re.M)]
     sections = [page[start:end] for start, end in zip([0, *at], at, strict=False)]
-    wanted = {(script, name): texts for script in STEPS for name, texts in hunks(script).items()}
-    seen, script = [], None
+    wanted, seen = hunks(script), []
+    text = "{} lines go and {} come".format(*counts(script))
+    sections[0], number = COUNTS.subn(text, sections[0])
+    if number != 1 or not page.startswith(f"# From {STEPS[script]} to {script}\n"):
+        wrong.append("it says nowhere how many lines go and come, from which script to which")
     for i, section in enumerate(sections):
-        if step := re.match(r"## From (\w+\.py) to (\w+\.py)\n", section):
-            script = step[2]
-            text = "{} lines go and {} come".format(*counts(script))
-            sections[i], number = COUNTS.subn(text, section)
-            if number != 1 or STEPS[script] != step[1]:
-                wrong.append(f"{step[0][3:-1]}: it says nowhere how many lines go and come")
-        elif heading := HEADING.match(section):
-            key = heading.groups()
-            seen.append(key)
-            texts, blocks = wanted.get(key, []), section.split("```diff\n")
+        if heading := HEADING.match(section):
+            name = heading[1]
+            seen.append(name)
+            texts, blocks = wanted.get(name, []), section.split("```diff\n")
             for number, text in enumerate(texts[len(blocks) - 1 :], start=len(blocks)):
-                wrong.append(f"{key[0]}: {key[1]}: hunk {number} has no sentence\n{text}")
+                wrong.append(f"{name}: hunk {number} has no sentence\n{text}")
             for sentence in blocks[len(texts) : -1]:
-                wrong.append(f"{key[0]}: {key[1]}: this has no hunk:{sentence.split('```')[-1]}")
+                wrong.append(f"{name}: this has no hunk:{sentence.split('```')[-1]}")
             if not texts and len(blocks) == 1:
-                wrong.append(f"{key[0]}: {key[1]} has not changed and has a heading")
+                wrong.append(f"{name} has not changed and has a heading")
             if len(blocks) - 1 == len(texts):
                 rest = [block.split("```", 1)[-1] for block in blocks]
                 pairs = zip_longest(texts, rest[1:])
                 sections[i] = blocks[0] + "".join(f"```diff\n{t}```{r}" for t, r in pairs)
-    for key in (key for key in wanted if key not in seen):
-        wrong.append(f"{key[0]}: {key[1]} has changed and has no heading\n{''.join(wanted[key])}")
+    for name in (name for name in wanted if name not in seen):
+        wrong.append(f"{name} has changed and has no heading\n{''.join(wanted[name])}")
     if not wrong:
-        moved = [key for key, place in zip(seen, wanted, strict=False) if key != place]
-        wrong += [": ".join(key) + ": the scripts have another order" for key in moved[:1]]
+        moved = [name for name, place in zip(seen, wanted, strict=False) if name != place]
+        wrong += [f"{name}: the scripts have another order" for name in moved[:1]]
     return "".join(sections), wrong
 
 
 if __name__ == "__main__":
-    page, wrong = update(PAGE.read_text())
-    if wrong:
-        sys.exit("\n".join(["ladder.md is as it was:", *wrong]))
-    PAGE.write_text(page)
+    complaints = []
+    for script in STEPS:
+        text, wrong = update(script, page(script).read_text())
+        complaints += [f"{page(script).name} is as it was: {line}" for line in wrong]
+        if not wrong:
+            page(script).write_text(text)
+    if complaints:
+        sys.exit("\n".join(complaints))

@@ -8,6 +8,7 @@ The names that end in `_wrong` are the code as it circulates, cut down to the mi
 
 import contextlib
 import datetime
+import difflib
 import inspect
 import os
 import re
@@ -148,7 +149,7 @@ def padding_wrong(rank):
 
 @program(ranks=4)
 def padding_right(rank):
-    hits = torch.tensor([1.0] + [0.0] * 9)
+    hits = torch.tensor([1.0] + [0.0] * 9)  # ten test samples, the first of them classified rightly
     loader = DataLoader(Subset(hits, range(rank, len(hits), dist.get_world_size())))
     shard = torch.cat(list(loader))
     sums = torch.tensor([shard.sum(), len(shard)])
@@ -177,7 +178,7 @@ def no_sync_wrong(rank):
 
 @program()
 def no_sync_right(rank):
-    target = [1.0, 3.0][rank]
+    target = [1.0, 3.0][rank]  # what the samples of this rank say
     model = DDP(nn.Linear(1, 1, bias=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(100):
@@ -242,18 +243,18 @@ def uneven_wrong(rank):
     per_device = [chunk.mean() for chunk in losses.chunk(4)]  # as DataParallel splits them
     loss = torch.stack(per_device).mean()
     loss.backward()
-    print("samples a device:", [len(chunk) for chunk in losses.chunk(4)])
+    print("samples per device:", [len(chunk) for chunk in losses.chunk(4)])
     print(f"loss {loss.item():.3f}")
     print("weights of the samples:", *(f"{weight:.3f}" for weight in losses.grad))
 
 
 @program(ranks=1)
 def uneven_right(rank):
-    losses = torch.arange(10.0, requires_grad=True)
+    losses = torch.arange(10.0, requires_grad=True)  # of the ten samples of a batch
     gathered = torch.cat(losses.chunk(4))
     loss = gathered.mean()
     loss.backward()
-    print("samples a device:", [len(chunk) for chunk in losses.chunk(4)])
+    print("samples per device:", [len(chunk) for chunk in losses.chunk(4)])
     print(f"loss {loss.item():.3f}")
     print("weights of the samples:", *(f"{weight:.3f}" for weight in losses.grad))
 
@@ -302,11 +303,14 @@ def one_rank_wrong(rank):
 
 @program()
 def one_rank_right(rank):
-    group = dist.new_group(timeout=datetime.timedelta(seconds=2))
+    group = dist.new_group(timeout=datetime.timedelta(seconds=2))  # the default: half an hour
     correct = torch.tensor([3.0, 4.0][rank])
-    dist.all_reduce(correct, group=group)
-    if rank == 0:
-        print(f"correct: {correct.item():.0f}")
+    try:
+        dist.all_reduce(correct, group=group)
+        if rank == 0:
+            print(f"correct: {correct.item():.0f}")
+    except RuntimeError:
+        print("waits for rank 1, in vain")
 
 
 @program()
@@ -327,14 +331,18 @@ def wrapper_right(rank):
     group = dist.new_group(timeout=datetime.timedelta(seconds=2))
     model = DDP(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), process_group=group)
     model.eval()
-    if rank == 0:
-        with torch.no_grad():
-            print("outputs:", len(model.module(torch.ones(3, 4))))
+    try:
+        if rank == 0:
+            with torch.no_grad():
+                print("outputs:", len(model.module(torch.ones(3, 4))))
+    except RuntimeError:
+        print("waits for rank 1, in vain")
 
 
 @program()
 def unused_wrong(rank):
-    model = DDP(nn.ModuleDict({"used": nn.Linear(4, 1), "unused": nn.Linear(4, 1)}))
+    modules = nn.ModuleDict({"used": nn.Linear(4, 1), "unused": nn.Linear(4, 1)})
+    model = DDP(modules)
     model.module.forward = lambda source: model.module["used"](source)
     try:
         for step in range(2):
@@ -349,9 +357,12 @@ def unused_right(rank):
     modules = nn.ModuleDict({"used": nn.Linear(4, 1), "unused": nn.Linear(4, 1)})
     model = DDP(modules, find_unused_parameters=True)
     model.module.forward = lambda source: model.module["used"](source)
-    for step in range(2):
-        model(torch.ones(3, 4)).mean().backward()
-        print(f"step {step} done")
+    try:
+        for step in range(2):
+            model(torch.ones(3, 4)).mean().backward()
+            print(f"step {step} done")
+    except RuntimeError as error:
+        print(str(error).split(". ")[0])
 
 
 @program(ranks=1)
@@ -371,7 +382,7 @@ def clip_right(rank):
     weight = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
-    loss = 3 * weight.sum()
+    loss = 3 * weight.sum()  # its gradient is 3, and 1 when it is clipped
     scaler.scale(loss).backward()
     scaler.unscale_(optimizer)
     nn.utils.clip_grad_norm_([weight], max_norm=1.0)
@@ -393,7 +404,7 @@ def schedule_wrong(rank):
 @program(ranks=1)
 def schedule_right(rank):
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=10)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=10)  # in 10 steps
     for micro_batch in range(1, 13):
         if micro_batch % 4 == 0:
             optimizer.step()
@@ -417,10 +428,13 @@ def world_size_wrong(rank):
 
 @program(group=False)
 def world_size_right(rank):
-    meet = f"file://{Path('store').resolve()}"
-    dist.init_process_group("gloo", meet, rank=rank, world_size=2)
-    batch_size = 64 // dist.get_world_size()
-    print("batch size", batch_size)
+    try:
+        meet = f"file://{Path('store').resolve()}"
+        dist.init_process_group("gloo", meet, rank=rank, world_size=2)
+        batch_size = 64 // dist.get_world_size()
+        print("batch size", batch_size)
+    except ValueError as error:
+        print(f"ValueError: {error}")
 
 
 def set_device(index):
@@ -505,7 +519,7 @@ def resume_right(rank):
             scheduler.load_state_dict(snapshot["scheduler"])
             torch.set_rng_state(snapshot["rng_states"][rank])
             first = snapshot["epoch"]
-        dist.barrier()
+        dist.barrier()  # all have read it
         for epoch in range(first, total_epochs):
             optimizer.zero_grad()
             (model(torch.rand(1, 1)) - 1).square().mean().backward()
@@ -522,7 +536,7 @@ def resume_right(rank):
             }
             if rank == 0:
                 torch.save(snapshot, "snapshot.pt")
-        dist.barrier()
+        dist.barrier()  # it is written
         print(f"epochs {list(range(first, total_epochs))}: weight {model.module.weight.item():.3f}")
 
     train(4)
@@ -543,8 +557,8 @@ class KilledHere:
 @program(leave=True)
 def in_place_wrong(rank):
     if rank == 0:
-        torch.save({"epoch": 1}, "snapshot.pt")
-        torch.save({"epoch": 2, "model": KilledHere()}, "snapshot.pt")
+        for snapshot in ({"epoch": 1}, {"epoch": 2, "model": KilledHere()}):
+            torch.save(snapshot, "snapshot.pt")
     try:
         dist.barrier()
     except RuntimeError:
@@ -560,7 +574,7 @@ def in_place_right(rank):
     if rank == 0:
         for snapshot in ({"epoch": 1}, {"epoch": 2, "model": KilledHere()}):
             torch.save(snapshot, "snapshot.pt.tmp")
-            os.replace("snapshot.pt.tmp", "snapshot.pt")
+            os.replace("snapshot.pt.tmp", "snapshot.pt")  # all of it, or nothing
     try:
         dist.barrier()
     except RuntimeError:
@@ -589,14 +603,14 @@ def relative_path_wrong(rank):
 @program(hosts=2)
 def relative_path_right(rank):
     if rank == 0:
-        torch.save({"epoch": 3}, "snapshot.pt")
+        torch.save({"epoch": 3}, "snapshot.pt")  # the run before: rank 0 saved, on its host
     box = [torch.load("snapshot.pt") if rank == 0 else None]
     dist.broadcast_object_list(box)
     first = box[0]["epoch"]
     print("starts at epoch", first)
     for epoch in range(first, 5):
         try:
-            dist.all_reduce(torch.ones(1))
+            dist.all_reduce(torch.ones(1))  # an epoch's training
         except RuntimeError:
             print(f"epoch {epoch}: the others are gone")
             return
@@ -756,6 +770,16 @@ def source(name: str) -> str:
     return re.sub(r"\A@.*\n", "", inspect.getsource(globals()[name]))
 
 
+def change(name: str) -> str:
+    """What NAME_right changes in NAME_wrong, with a line before and after it."""
+    programs = [
+        textwrap.dedent("".join(source(f"{name}_{end}").splitlines(keepends=True)[1:]))
+        for end in ("wrong", "right")
+    ]
+    lines = [text.splitlines(keepends=True) for text in programs]
+    return re.sub(r"^@@.*", "@@", "".join([*difflib.unified_diff(*lines, n=1)][3:]), flags=re.M)
+
+
 def blocks(page: str) -> list[tuple[str, str, str]]:
     """The page's blocks: language, the rest of the first line, and what stands in it."""
     return re.findall(r"^```(\w+) (.+)\n((?:.*\n)*?)```$", page, re.M)
@@ -765,7 +789,7 @@ def update() -> None:
     page = PAGE.read_text()
     for language, name, old in blocks(page):
         if name.isidentifier():  # and no quotation from a script
-            new = run(name) if language == "text" else source(name)
+            new = {"text": run, "diff": change, "python": source}[language](name)
             first = f"```{language} {name}\n"
             page = page.replace(f"{first}{old}```\n", f"{first}{new}```\n")
     PAGE.write_text(page)

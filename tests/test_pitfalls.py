@@ -85,7 +85,7 @@ def test_reduce():
 
 def test_the_mean_of_uneven_means():
     wrong, right = show("uneven_wrong"), show("uneven_right")
-    assert wrong[0] == right[0] == "samples a device: [3, 3, 3, 1]"
+    assert wrong[0] == right[0] == "samples per device: [3, 3, 3, 1]"
     assert (wrong[1], right[1]) == ("loss 5.250", "loss 4.500")
     assert wrong[2].split()[-2:] == ["0.083", "0.250"] and right[2].count("0.100") == 10
 
@@ -190,6 +190,10 @@ def test_the_page_has_all_programs_and_their_code():
     code = {name: text for language, name, text in BLOCKS if language == "python"}
     for name in shown:
         assert code[name] == pitfalls.source(name), STALE
+        if name.endswith("_wrong"):
+            changed = pitfalls.change(name.removesuffix("_wrong"))
+            assert ("diff", name.removesuffix("_wrong"), changed) in BLOCKS, STALE
+            assert "\n+" in changed
         assert re.search(f'"{name}"|"{name[:-5]}{{end}}"', Path(__file__).read_text()), name
 
 
