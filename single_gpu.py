@@ -38,6 +38,7 @@ from common.data import (
     ShardedBatchSampler,
     load_dataset,
     obey_only_the_rank,
+    worker_context,
 )
 from common.model import DEFAULT_MODEL, MODELS, build_model, check_batch_norm
 from common.seed import get_rng_state, set_rng_state, set_seed, use_deterministic_kernels
@@ -229,14 +230,12 @@ def load_train_objs(args: argparse.Namespace, device: torch.device) -> tuple:
 def prepare_dataloader(
     dataset: Dataset, sampler: Sampler, device: torch.device, num_workers: int
 ) -> DataLoader:
-    # Forked workers are there at once. Elsewhere than on Linux each starts Python anew.
-    fork = num_workers > 0 and sys.platform == "linux"
     return DataLoader(
         Batches(dataset),
         sampler=sampler,
         batch_size=None,  # the sampler gives whole batches
         num_workers=num_workers,
-        multiprocessing_context="fork" if fork else None,
+        multiprocessing_context=worker_context(num_workers),
         worker_init_fn=obey_only_the_rank,
         pin_memory=device.type not in ("cpu", "mps"),
         generator=torch.Generator(),  # its own, so that it draws nothing from the model's

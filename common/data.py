@@ -7,8 +7,10 @@ and `Batches` fetches them, from any map-style data set.
 
 import contextlib
 import importlib
+import multiprocessing.context
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from types import ModuleType
@@ -102,6 +104,46 @@ class Batches(Dataset):
         else:
             batch = [self.dataset[index] for index in indices]
         return batch if isinstance(batch, tuple) else default_collate(batch)
+
+
+if sys.platform == "linux":
+
+    class ForkedWorker(multiprocessing.context.ForkProcess):
+        """A loader's worker, which is known to run when `start` returns.
+
+        With Python 3.11 the child of a fork hangs if another thread, such as gloo's or NCCL's, was
+        about to take the GIL: with torch 2.15, of forks right after a collective, one in a hundred
+        to a thousand. Whoever gives no sign of life is killed, and forked anew.
+        """
+
+        patience = 10.0  # seconds
+
+        @staticmethod
+        def _Popen(worker: "ForkedWorker") -> Any:  # the fork itself
+            while True:
+                worker.sign = multiprocessing.get_context("fork").Event()
+                forked = multiprocessing.context.ForkProcess._Popen(worker)
+                if worker.sign.wait(worker.patience):
+                    return forked
+                forked.kill()
+                forked.wait()
+
+        def run(self) -> None:
+            self.sign.set()
+            super().run()
+
+    class ForkedWorkers(multiprocessing.context.ForkContext):
+        """A context of multiprocessing whose processes are `ForkedWorker`s."""
+
+        Process = ForkedWorker
+
+
+def worker_context(num_workers: int) -> multiprocessing.context.BaseContext | None:
+    """For `DataLoader(multiprocessing_context=...)`: how its workers start; None is torch's way.
+
+    On Linux they are forked, and there at once; elsewhere each starts Python anew.
+    """
+    return ForkedWorkers() if num_workers > 0 and sys.platform == "linux" else None
 
 
 def obey_only_the_rank(worker_id: int) -> None:

@@ -1554,10 +1554,10 @@ MUTANTS = [
     ),
     # --- loaders ----------------------------------------------------------------------------------
     Mutant(
-        "workers spawned, not forked",
-        "each starts Python anew in every epoch: seconds",
-        'fork = num_workers > 0 and sys.platform == "linux"',
-        "fork = False",
+        "workers started in torch's own way",
+        "forked, and with Python 3.11 one hangs in a thousand",
+        "        multiprocessing_context=worker_context(num_workers),\n",
+        "",
         parts("workers_are_forked_on_linux_and_made_anew_in_each_epoch"),
     ),
     Mutant(
@@ -1998,6 +1998,20 @@ MUTANTS = [
         FIGURES,
     ),
     # --- common/ ----------------------------------------------------------------------------------
+    Mutant(
+        "hung workers are waited for",
+        "and so is their rank, by all others",
+        "if worker.sign.wait(worker.patience):",
+        "if worker.sign.wait():",
+        common(DATA, "a_forked_worker_that_hangs_is_forked_anew"),
+    ),
+    Mutant(
+        "hung workers are left behind",
+        "they are there when the run has ended",
+        "                forked.kill()\n                forked.wait()\n",
+        "",
+        common(DATA, "a_forked_worker_that_hangs_is_forked_anew"),
+    ),
     Mutant(
         "normalisation missing",
         "pixels from 0 to 1",

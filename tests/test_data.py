@@ -23,9 +23,45 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from common.data import Batches, DataError, ShardedBatchSampler, load_dataset, make_digits
+from common.data import (
+    Batches,
+    DataError,
+    ShardedBatchSampler,
+    load_dataset,
+    make_digits,
+    worker_context,
+)
 from common.model import build_model
 from common.seed import set_seed
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only")
+def test_a_forked_worker_that_hangs_is_forked_anew(tmp_path):
+    """As with Python 3.11, where another thread was about to take the GIL: the first one here."""
+    code = (
+        "import os, pathlib, time\n"
+        "from torch.utils.data import DataLoader\n"
+        "from common.data import ForkedWorker, worker_context\n"
+        "def hang_once():\n"
+        "    if not pathlib.Path('hung').exists():\n"
+        "        pathlib.Path('hung').write_text(str(os.getpid()))\n"
+        "        time.sleep(1000)\n"
+        "os.register_at_fork(after_in_child=hang_once)\n"
+        "ForkedWorker.patience = 1.0\n"
+        "context = worker_context(2)\n"
+        "print(sum(DataLoader(range(5), num_workers=2, multiprocessing_context=context)))\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "tensor([10])\n", done.stderr
+    assert not os.path.exists(f"/proc/{(tmp_path / 'hung').read_text()}")
+
+
+def test_without_workers_there_is_no_way_to_start_them():
+    assert worker_context(0) is None
 
 
 @pytest.fixture(scope="module")

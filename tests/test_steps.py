@@ -71,8 +71,9 @@ def test_batchnorm_of_single_samples_is_refused(make, script):
 def test_workers_are_forked_on_linux_and_made_anew_in_each_epoch(parse, script):
     module, _ = parse(script)
     loader = module.prepare_dataloader([0], [[0]], CPU, 2)
-    fork = sys.platform == "linux"
-    assert not fork or loader.multiprocessing_context.get_start_method() == "fork"
+    if sys.platform == "linux":
+        assert loader.multiprocessing_context.Process.__name__ == "ForkedWorker"
+        assert loader.multiprocessing_context.get_start_method() == "fork"
     assert loader.num_workers == 2 and not loader.persistent_workers  # or their seed would stay
 
 
