@@ -11,6 +11,7 @@ import pytest
 from helpers.jobs import ROOT, SCRIPTS, epochs
 
 README = (ROOT / "README.md").read_text()
+GUARANTEES = (ROOT / "docs" / "guarantees.md").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,7 @@ def shell(command: str, folder: Path) -> str:
 
 
 def test_there_are_two_set_up_commands():
-    commands = re.findall(r"^python3 -m venv .*$", README, re.M)
+    commands = re.findall(r"^python3 -m venv .venv && .*$", README, re.M)
     assert [command.split(" && ")[-1] for command in commands] == [
         ".venv/bin/python ddp_spawn.py 50 10",
         ".venv/bin/pytest",
@@ -55,12 +56,24 @@ def blocks(section: str) -> list[list[str]]:
     return [block.splitlines() for block in re.findall(r"```bash\n(.*?)```", text, re.S)]
 
 
+def test_what_copying_it_prints(clone):
+    """The lines that README shows, but for the numbers, which are of another machine."""
+    (copy,) = blocks("Copy this")
+    assert copy[-1] == "torchrun --nproc_per_node=gpu ddp_torchrun.py"
+    output = shell(copy[-1].replace("=gpu", "=2") + " 1 --device cpu", clone)
+
+    def lines(text: str) -> list[str]:
+        return sorted(re.sub(r"host \S+|\d+(\.\d+)?", "N", line) for line in text.splitlines())
+
+    (shown,) = re.findall(r"```text\n(.*?)```", README, re.S)
+    assert len(shown.splitlines()) == 6 and {*lines(shown)} <= {*lines(output)}
+
+
 @pytest.mark.slow("real command lines, one after the other")
-def test_the_commands_in_their_order(clone):
-    (commands,) = blocks("Which script for me?")
+def test_a_run_and_a_resumed_one(clone):
+    (commands,) = blocks("A resumed run")
     outputs = [shell(command, clone) for command in commands]
-    assert [len(epochs(output)) for output in outputs] == [3, 3, 3, 1, 0]
-    assert "usage: ddp_spawn.py" in outputs[-1]
+    assert [len(epochs(output)) for output in outputs] == [3, 1]
 
 
 @pytest.mark.slow("real command lines, one after the other")
@@ -73,6 +86,9 @@ def test_the_commands_for_torchrun(clone):
 @pytest.mark.slow("real command lines, one after the other")
 def test_the_launch_lines_of_the_table(clone):
     commands = re.findall(r"\| `((?:python|torchrun) [^`]*) 50 10` \|", README)
+    first, second = (command for command in commands if "--nnodes" in command)
+    assert second == first.replace("--node_rank=0", "--node_rank=1")  # test_torchrun.py runs these
+    commands = [command for command in commands if "--nnodes" not in command]
     assert [re.search(r"\w+\.py", command)[0] for command in commands] == list(SCRIPTS)
     for command in commands:
         command = command.replace("=gpu", "=2")  # as README says for a CPU
@@ -83,17 +99,20 @@ def test_the_launch_lines_of_the_table(clone):
 
 
 def test_the_numbers_of_batches_and_steps():
-    rows = re.findall(r"^\| (\d+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \| 0", README, re.M)
-    assert len(rows) == 7
+    rows = re.findall(r"^\| (\d+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|", README, re.M)
+    assert len(rows) == 3
     for processes, batch_size, accumulate, global_batch, steps in (map(int, row) for row in rows):
         assert processes * batch_size * accumulate == global_batch
         assert -(-12_000 // global_batch) == steps
 
 
 def test_the_files_that_it_names_are_there():
-    for name in re.findall(r"`(tests/[\w/]+\.py|\w+\.py|common/)`", README):
+    names = re.findall(r"`(tests/[\w/]+\.py|\w+\.py|common/)`", README + GUARANTEES)
+    for name in (name for name in names if name != "train.py"):
         assert (ROOT / name).exists(), name
-    tests = re.findall(r"`(tests/\w+\.py)::(\w+)`", README)
+    for name in re.findall(r"\]\(([\w/.-]+)[)#]", README):
+        assert (ROOT / name).exists(), name
+    tests = re.findall(r"`(tests/\w+\.py)::(\w+)`", GUARANTEES)
     assert len(tests) > 10
     for file, test in tests:
         assert f"\ndef {test}(" in (ROOT / file).read_text(), test
@@ -105,7 +124,7 @@ def test_readmes_command_shows_each_guarantee():
     collect = [sys.executable, "-m", "pytest", *quick]
     done = subprocess.run(collect, cwd=ROOT, capture_output=True, text=True, check=True)
     quick = {line.partition("[")[0] for line in done.stdout.splitlines() if "::" in line}
-    (rows,) = re.findall(r"^\| \| shown by \|\n\|[- |]*\n((?:\|.*\n)+)", README, re.M)
+    (rows,) = re.findall(r"^\| \| shown by \|\n\|[- |]*\n((?:\|.*\n)+)", GUARANTEES, re.M)
     assert len(rows.splitlines()) == 8 and len(quick) > 100
     for row in rows.splitlines():
         named = re.findall(r"`(tests/\w+\.py::\w+)`", row)
@@ -130,9 +149,18 @@ def kept(text: str) -> list:
     """What a translation leaves as it is. Words may change places, within a section or a cell."""
     spans = [" ".join(span.split()) for span in re.findall(r"`[^`]+`", text)]
     text = text.replace(".zh-CN.md", ".md")  # a page that is translated, too
+    text = re.sub(r"\]\(#[^)]*\)", "](#)", text)  # headings are translated
     links = re.findall(r"(!?)\[[^]]*\]\(([^)]*)\)", text)
     numbers = re.findall(r"\d+(?:[.,]\d+)*%?", re.sub(r"`[^`]+`|\]\([^)]*\)", "", text))
     return [sorted(spans), sorted(links), sorted(numbers), text.count("<block>")]
+
+
+@pytest.mark.parametrize("name", ["README.md", "README.zh-CN.md"])
+def test_its_own_anchors_lead_to_headings(name):
+    text = (ROOT / name).read_text()
+    headings = [line.lower().replace(" ", "-") for line in re.findall(r"^## (.*)$", text, re.M)]
+    anchors = re.findall(r"\]\(#([^)]*)\)", text)
+    assert len(anchors) == 3 and {*anchors} <= {*headings}
 
 
 def test_the_chinese_readme_has_the_same_commands_and_tables():
