@@ -1,5 +1,6 @@
 """docs/recipes.md: each change fits the script, and does what the page says of it."""
 
+import json
 import os
 import re
 import shutil
@@ -39,7 +40,7 @@ def weights(folder: Path, name: str = "checkpoint.pt") -> torch.Tensor:
 
 def test_every_recipe_is_tested():
     code = Path(__file__).read_text()
-    assert len(RECIPES) == 5 and all(f'train("{name}"' in code for name in RECIPES)
+    assert len(RECIPES) == 7 and all(f'train("{name}"' in code for name in RECIPES)
     headings = re.findall(r"^## (.*)$", PAGE, re.M)
     assert re.findall(r"^\[(.*)\]\(#", PAGE, re.M) == headings
 
@@ -99,6 +100,23 @@ def test_the_best_weights_are_kept(tmp_path, train):
     best = load(tmp_path / "best.pt")
     model = load(tmp_path / "checkpoint.pt")["model"]
     assert all(torch.equal(best[name], model[name]) for name in model)
+
+
+def test_gradients_in_bf16(tmp_path, train):
+    train("best", 1, *SMALL, "--snapshot-path", "plain.pt").finish()
+    (line,) = epochs(train("bf16", 1, *SMALL).finish())
+    assert line["accuracy"] > 30  # ten classes
+    moved = (weights(tmp_path) - weights(tmp_path, "plain.pt")).norm()
+    assert 1e-4 < moved < 0.05 * weights(tmp_path, "plain.pt").norm()
+
+
+def test_a_profile_has_the_all_reduce(tmp_path, train):
+    text = train("profile", 1, *SMALL).finish()
+    assert len(epochs(text)) == 1 and text.count("Self CPU time total") == 1
+    for rank in (0, 1):
+        trace = json.loads((tmp_path / f"step{rank}.json").read_text())
+        names = {event.get("name") for event in trace["traceEvents"]}
+        assert {"gloo:all_reduce", "aten::addmm"} <= names
 
 
 def test_a_snapshot_is_loaded_for_inference(tmp_path, train):
