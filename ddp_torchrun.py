@@ -257,7 +257,7 @@ class Trainer:
             changeable = [name for name in self.optimizer.defaults if name in self.args.kept]
             if any(getattr(self.args, name) != then.get(name) for name in changeable):
                 with warnings.catch_warnings(action="ignore"):  # no optimizer.step() between them
-                    for _ in range(snapshot["epoch"]):
+                    for _ in range(snapshot["schedule"]["last_epoch"]):
                         self.schedule.step()
                 snapshot["optimizer"]["param_groups"] = self.optimizer.state_dict()["param_groups"]
                 snapshot["schedule"] = self.schedule.state_dict()

@@ -55,9 +55,15 @@ def test_warm_up_and_cosine_are_resumed_in_mid_epoch(tmp_path, train):
     stopped = load(tmp_path / "checkpoint.pt")
     assert 0 < stopped["samples_seen"] < 12_000 and stopped["epoch"] == 1
     assert 0.05 < stopped["optimizer"]["param_groups"][0]["lr"] < 0.1
+    shutil.copy(tmp_path / "checkpoint.pt", tmp_path / "other.pt")
     text = train("schedule", "--resume", "--no-progress").finish()
     assert [line["epoch"] for line in epochs(text)] == [1, 2]
     assert torch.equal(weights(tmp_path), weights(tmp_path, "whole.pt"))
+    # With another --lr the rate is where a run with it would be by now: it ends at 0, too.
+    train(
+        "schedule", "--resume", "--lr", 0.2, "--no-progress", "--snapshot-path", "other.pt"
+    ).finish()
+    assert load(tmp_path / "other.pt")["optimizer"]["param_groups"][0]["lr"] < 1e-9
 
 
 @pytest.mark.parametrize("amp", ["off", "fp16"])
