@@ -114,19 +114,23 @@ if sys.platform == "linux":
         With Python 3.11 the child of a fork hangs if another thread, such as gloo's or NCCL's, was
         about to take the GIL: with torch 2.15, of forks right after a collective, one in a hundred
         to a thousand. Whoever gives no sign of life is killed, and forked anew.
+
+        Raises:
+            RuntimeError: six in a row gave none.
         """
 
         patience = 10.0  # seconds
 
         @staticmethod
         def _Popen(worker: "ForkedWorker") -> Any:  # the fork itself
-            while True:
+            for _ in range(6):
                 worker.sign = multiprocessing.get_context("fork").Event()
                 forked = multiprocessing.context.ForkProcess._Popen(worker)
                 if worker.sign.wait(worker.patience):
                     return forked
                 forked.kill()
                 forked.wait()
+            raise RuntimeError("no fork of a loader's worker gives a sign of life: --num-workers 0")
 
         def run(self) -> None:
             self.sign.set()

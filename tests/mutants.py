@@ -2003,14 +2003,14 @@ MUTANTS = [
         "and so is their rank, by all others",
         "if worker.sign.wait(worker.patience):",
         "if worker.sign.wait():",
-        common(DATA, "a_forked_worker_that_hangs_is_forked_anew"),
+        common(DATA, "a_forked_worker_that_hangs_is_forked_anew[False]"),
     ),
     Mutant(
         "hung workers are left behind",
         "they are there when the run has ended",
         "                forked.kill()\n                forked.wait()\n",
         "",
-        common(DATA, "a_forked_worker_that_hangs_is_forked_anew"),
+        common(DATA, "a_forked_worker_that_hangs_is_forked_anew[False]"),
     ),
     Mutant(
         "normalisation missing",

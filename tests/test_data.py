@@ -36,16 +36,17 @@ from common.seed import set_seed
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only")
-def test_a_forked_worker_that_hangs_is_forked_anew(tmp_path):
+@pytest.mark.parametrize("always", [False, True])
+def test_a_forked_worker_that_hangs_is_forked_anew(tmp_path, always):
     """As with Python 3.11, where another thread was about to take the GIL: the first one here."""
     code = (
         "import os, pathlib, time\n"
         "from torch.utils.data import DataLoader\n"
         "from common.data import ForkedWorker, worker_context\n"
         "def hang_once():\n"
-        "    if not pathlib.Path('hung').exists():\n"
+        f"    if {always} or not pathlib.Path('hung').exists():\n"
         "        pathlib.Path('hung').write_text(str(os.getpid()))\n"
-        "        time.sleep(1000)\n"
+        "        time.sleep(90)\n"
         "os.register_at_fork(after_in_child=hang_once)\n"
         "ForkedWorker.patience = 1.0\n"
         "context = worker_context(2)\n"
@@ -56,7 +57,10 @@ def test_a_forked_worker_that_hangs_is_forked_anew(tmp_path):
     done = subprocess.run(
         command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
     )
-    assert done.stdout == "tensor([10])\n", done.stderr
+    if always:
+        assert done.returncode == 1 and "gives a sign of life: --num-workers 0" in done.stderr
+    else:
+        assert done.stdout == "tensor([10])\n", done.stderr
     assert not os.path.exists(f"/proc/{(tmp_path / 'hung').read_text()}")
 
 
