@@ -369,6 +369,8 @@ def join(args: argparse.Namespace) -> dist.Store:
             wait_for_workers=False,
             use_libuv=sys.platform != "win32",  # torch for Windows is built without
         )
+        if args.rank > 0:
+            store.wait(["world size"])  # rank 0's counts: if it were refused, its store would go
     call_the_roll(store, args)
     return store
 

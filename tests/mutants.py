@@ -1044,6 +1044,13 @@ MUTANTS = [
         {NODES: "test_joining.py::test_who_is_missing_double_or_of_another_world"},
     ),
     Mutant(
+        "world of whoever comes first",
+        "one wrong process takes rank 0, and with it the store, from all others",
+        '            store.wait(["world size"])',
+        "            pass",
+        {NODES: "test_joining.py::test_the_world_of_rank_0_counts"},
+    ),
+    Mutant(
         "rank outside the world",
         "it waits for a place that there is not",
         "if args.rank >= args.world_size:",

@@ -5,6 +5,8 @@ import json
 import os
 import runpy
 import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -122,6 +124,20 @@ def test_who_is_missing_double_or_of_another_world(parse, monkeypatch, tmp_path)
         join(0, 2)
     with pytest.raises(ValueError, match=r"missing after 1 s: rank 2$"):  # corrected, it may join
         join(0, 3)
+
+
+def test_the_world_of_rank_0_counts(parse):
+    """Else rank 0 would be refused, and all others have a broken pipe and no reason."""
+    store = dist.TCPStore("127.0.0.1", 0, 3, is_master=True, wait_for_workers=False)
+    method = f"tcp://127.0.0.1:{store.port}"
+    options = ("--init-method", method, "--rank", 1, "--world-size", 2, "--timeout", 20)
+    module, args = parse("multinode.py", *options)
+    with ThreadPoolExecutor() as threads:
+        early = threads.submit(module.join, args)
+        time.sleep(1)
+        assert store.compare_set("world size", "", "3") == b"3"
+        with pytest.raises(ValueError, match="another process has --world-size 3"):
+            early.result(20)
 
 
 @every_torchrun_script
