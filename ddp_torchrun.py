@@ -3,6 +3,7 @@
     torchrun --nproc_per_node=gpu ddp_torchrun.py 50 10       one process per GPU of this node
     torchrun --nproc_per_node=4 --max-restarts=3 ddp_torchrun.py 50
     python ddp_torchrun.py --resume                           one process, without torchrun
+    torchrun --nproc_per_node=4 ddp_torchrun.py --check       no training: where does time go?
     torchrun --nproc_per_node=4 ddp_torchrun.py --batch-size 8 --accumulate 4 --amp bf16 --compile
     torchrun --nnodes=2 --node_rank=0 --nproc_per_node=4 --master_addr=10.0.0.1 ddp_torchrun.py
         two nodes: the same on the second one, with --node_rank=1
@@ -44,6 +45,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 from tqdm import tqdm
 
+from common.check import check
 from common.data import (
     DATASETS,
     Batches,
@@ -411,8 +413,11 @@ def main(args: argparse.Namespace, stop: torch.Tensor) -> None:
     trainer = Trainer(
         model, train_data, test_data, optimizer, schedule, device, snapshot, stop, args
     )
-    catch_stop_signals(stop)
-    trainer.train(args.total_epochs)
+    if args.check:
+        check(trainer)
+    else:
+        catch_stop_signals(stop)
+        trainer.train(args.total_epochs)
     if not trainer.stopped:
         log(f"Total time: {time.perf_counter() - start:.3f}s")
     dist.destroy_process_group()
@@ -620,6 +625,7 @@ def parse_args() -> argparse.Namespace:
     add("--compile", action="store_true", help="torch.compile: slow to start, then faster")
     add("--sync-bn", action="store_true", help="BatchNorm over all ranks; not on a CPU")
     add("--local-rank", "--local_rank", dest="unused", help=argparse.SUPPRESS)
+    add("--check", action="store_true", help="join and measure, but do not train")
     add("--backend", default="auto", help="nccl, gloo ...; auto: what suits the device")
     add("--timeout", type=at_least(1), default=600, help="seconds to join, or for a collective")
     args = parser.parse_args()

@@ -1,65 +1,290 @@
-"""Is the network fast enough? What `multinode.py --check` measures in place of training."""
+"""Why is it not faster with more devices? What `--check` measures in place of training.
 
+A step takes as long as the slowest rank needs for its data and its computing, and then what of the
+all-reduce is not hidden behind the backward pass. docs/scaling.md says what follows from that.
+"""
+
+import dataclasses
+import itertools
+import os
+import socket
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils._pytree import tree_map_only
 
 
-def check(trainer: Any) -> None:
-    """Time a step and an all-reduce of the gradient's size, and print on rank 0 what follows.
+@dataclasses.dataclass(frozen=True)
+class Rank:
+    """What one rank has measured, in seconds per step, and where it runs."""
 
-    Five times each, the median: the step of the slowest rank, without its all-reduce, and the
-    all-reduce alone. GB/s is what each rank sends where the ranks are a ring: 2 (n - 1) / n times
-    the gradient's size. All ranks must call this.
+    host: str
+    local_rank: int
+    threads: int
+    cores: int
+    samples: int  # per step
+    step: float  # a whole one, with its data and its all-reduce
+    data: float  # of it, until it had the data
+    compute: float  # forward and backward pass and optimizer, while all ranks do so
+    fixed: float  # of this, what would also pass with fewer samples
+    alone: float  # compute, while the other ranks have nothing to do; only rank 0's is true
+    reduce: float  # an all-reduce of the gradient, and nothing else
+    latency: float  # an all-reduce of one number
+    link: str  # the network interface that sent most in these, with its nominal speed
+
+
+def check(trainer: Any) -> None:
+    """Time the parts of a step. On rank 0, print where its time goes and what would be faster.
+
+    All ranks must call this. It takes some ten seconds, or about fifty steps where these are slow.
 
     Args:
-        trainer: has `model` (DDP), `device`, `world_size`, `train_data` (yields (source,
-            targets)) and `_run_batch(source, targets, count) -> loss`. Its weights change.
+        trainer: has `model` (DDP), `device`, `optimizer`, `world_size`, `train_data` (yields
+            (source, targets)), `args` (accumulate, local_rank) and `_run_batch(source, targets,
+            count)`. Its gradients change, and BatchNorm's statistics; its weights do not.
 
     Raises:
         SystemExit: a sum that an all-reduce has made is wrong.
-
-    https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
     """
-    device = trainer.device
     rank, world_size = dist.get_rank(), trainer.world_size
-    trainer.model.train()
-    batch = next(iter(trainer.train_data))
-    source, targets = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch)
     count = sum(parameter.numel() for parameter in trainer.model.parameters())
-    gradient = torch.full((count,), rank + 1.0, device=device)
+    gradient = torch.full((count,), rank + 1.0, device=trainer.device)
     dist.all_reduce(gradient)
     wrong = (gradient != world_size * (world_size + 1) / 2).sum()
     dist.all_reduce(wrong)
-    seconds = torch.empty(6, 2, device=device)
-    for row in seconds:
-        dist.barrier()
-        start = time.perf_counter()
-        with trainer.model.no_sync():
-            trainer._run_batch(source, targets, len(targets) * world_size).item()
-        row[0] = time.perf_counter() - start
-        dist.barrier()
-        start = time.perf_counter()
-        dist.all_reduce(gradient)
-        gradient[0].item()  # waits for the device
-        row[1] = time.perf_counter() - start
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)  # a step waits for the slowest rank
-    rows = seconds[1:].tolist()  # the first one warms up
-    compute = statistics.median(row[0] for row in rows)
-    reduce = statistics.median(row[1] for row in rows)
-    size = count * gradient.element_size()
-    sent = 2 * (world_size - 1) / world_size * size / reduce / 1e9
-    steps = len(trainer.train_data)
-    share = f"{reduce / (compute + reduce):.0%} of the step for the all-reduce"
-    epoch = steps * (compute + reduce)
+    ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, measure(trainer, gradient.zero_()))
     if rank == 0:
-        print(f"All-reduce | {size / 1e6:.2f} MB | {reduce * 1e3:.2f} ms | {sent:.4f} GB/s")
-        print(f"Step | {compute * 1e3:.2f} ms to compute, {share}")
-        print(f"Epoch | {steps} steps | about {epoch:.1f} s", flush=True)
+        steps = len(trainer.train_data)
+        print("\n".join(report(ranks, gradient.nbytes, steps, trainer.args.accumulate)), flush=True)
     if wrong:
         sys.exit(f"error: {wrong.item()} of {world_size * count} sums of the all-reduce are wrong")
+
+
+def measure(trainer: Any, gradient: torch.Tensor) -> Rank:
+    """This rank's times; all ranks measure the same at the same time.
+
+    Args:
+        trainer: as in `check`.
+        gradient: as many numbers as the model's parameters; zeros, as their sum must stay finite.
+    """
+    device = trainer.device
+    batches = itertools.chain.from_iterable(itertools.repeat(trainer.train_data))
+    waits = []
+
+    def fetch() -> tuple:
+        start = time.perf_counter()
+        batch = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), next(batches))
+        waits.append(time.perf_counter() - start)
+        return batch
+
+    def step() -> None:
+        source, targets = fetch()
+        trainer._run_batch(source, targets, len(targets) * trainer.world_size)
+
+    for group in trainer.optimizer.param_groups:
+        group["lr"] = 0.0
+    trainer.model.train()
+    timed(step, device)  # the first ones are slow
+    slowest = torch.tensor(timed(step, device), device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    repeats = max(1, min(50, int(0.5 / slowest.item())))  # on all ranks the same
+    waits.clear()
+    whole = timed(step, device, repeats)
+    data = statistics.mean(waits)
+
+    source, targets = fetch()
+    samples = len(targets)
+
+    def compute(first: int = samples) -> None:
+        part = tree_map_only(torch.Tensor, lambda tensor: tensor[:first], (source, targets))
+        with trainer.model.no_sync():
+            trainer._run_batch(*part, first * trainer.world_size)
+
+    together = timed(compute, device, repeats)
+    alone = together
+    if not any(isinstance(module, nn.SyncBatchNorm) for module in trainer.model.modules()):
+        idle = dist.get_rank() > 0
+        # DDP sends buffers only in the pass after one with all-reduce: not here, where none waits.
+        alone = timed((lambda: None) if idle else compute, device, repeats)
+    fewer = min(samples, max(2 * trainer.args.accumulate, samples // 2))  # BatchNorm needs two
+    fixed = together
+    if fewer < samples:
+        saved = together - timed(lambda: compute(fewer), device, repeats)
+        fixed = together - min(together, max(0.0, saved) * samples / (samples - fewer))
+    before = bytes_sent()
+    reduce = timed(lambda: dist.all_reduce(gradient), device, repeats)
+    after = bytes_sent()
+    number = torch.zeros((), device=device)
+    return Rank(
+        host=socket.gethostname(),
+        local_rank=trainer.args.local_rank,
+        threads=torch.get_num_threads(),
+        cores=len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
+        samples=samples,
+        step=whole,
+        data=data,
+        compute=together,
+        fixed=fixed,
+        alone=alone,
+        reduce=reduce,
+        latency=timed(lambda: dist.all_reduce(number), device, repeats),
+        link=max(after, key=lambda name: after[name] - before.get(name, 0), default=""),
+    )
+
+
+def timed(work: Callable[[], object], device: torch.device, repeats: int = 1) -> float:
+    """Seconds per call of `work`, where all ranks begin together: the median of three times."""
+    seconds = []
+    for _ in range(3):
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            work()
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+        seconds.append((time.perf_counter() - start) / repeats)
+    return statistics.median(seconds)
+
+
+def bytes_sent() -> dict[str, int]:
+    """Of each network interface of this node, by its name; {} where Linux does not tell."""
+    table = Path("/proc/net/dev")
+    lines = table.read_text().splitlines()[2:] if table.exists() else []
+    rows = [line.replace(":", " ").split() for line in lines]
+    return {row[0]: int(row[9]) for row in rows}
+
+
+def nominal_speed(interface: str) -> float:
+    """Bytes per second that a network interface says it has; 0 where it does not say."""
+    try:
+        megabits = int(Path("/sys/class/net", interface, "speed").read_text())
+    except (OSError, ValueError):
+        return 0.0
+    return max(0, megabits) * 1e6 / 8
+
+
+def all_reduce_seconds(ranks: int, size: float, latency: float, bandwidth: float) -> float:
+    """Of a ring: 2 (n - 1) messages of the n-th part, each after the one before.
+
+    Args:
+        ranks: n.
+        size: bytes of the tensor.
+        latency: seconds that a message takes, however small.
+        bandwidth: bytes per second that each rank sends.
+
+    Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
+    Journal of Parallel and Distributed Computing 69 (2009).
+    """
+    return 2 * (ranks - 1) * (latency + size / ranks / bandwidth)
+
+
+def report(ranks: list[Rank], size: int, steps: int, accumulate: int) -> list[str]:
+    """The lines that `check` prints. Efficiency is the share of a step that is of use: what a
+    device needs for its data and its computing when nobody disturbs it.
+
+    Args:
+        ranks: what each has measured, in order.
+        size: bytes of the gradient.
+        steps: per epoch.
+        accumulate: micro-batches per step.
+    """
+    world_size = len(ranks)
+    nodes = sum(rank.local_rank == 0 for rank in ranks)
+    own = [rank.data + rank.compute for rank in ranks]
+    slowest = own.index(max(own))
+    step = max(own[slowest], *(rank.step for rank in ranks))
+    data = statistics.mean(rank.data for rank in ranks)
+    compute = statistics.mean(rank.compute for rank in ranks)
+    waiting = own[slowest] - statistics.mean(own)
+    exposed = step - own[slowest]  # what of the all-reduce is not hidden
+    reduce = max(rank.reduce for rank in ranks)
+    sent = 2 * (world_size - 1) / world_size * size / reduce
+    parts = f"data {data * 1e3:.2f}, compute {compute * 1e3:.2f}"
+    if world_size > 1:
+        parts += f", waiting for rank {slowest} {waiting * 1e3:.2f}"
+        parts += f", all-reduce {exposed * 1e3:.2f}"
+    lines = [
+        f"All-reduce | {size / 1e6:.2f} MB | {reduce * 1e3:.2f} ms | {sent / 1e9:.4f} GB/s",
+        f"Step | {step * 1e3:.2f} ms: {parts}",
+        f"Epoch | {steps} steps | about {steps * step:.1f} s",
+    ]
+
+    samples = sum(rank.samples for rank in ranks)
+    useful = min(ranks[0].alone, compute) + data
+    now = f"{nodes} nodes" if nodes > 1 else f"{world_size} processes on one node"
+    now = now if world_size > 1 else "1 process"
+    rows = [("Measured", now, samples / step, useful / step)]
+    if nodes > 1:
+        hops = 2 * (world_size - 1)  # messages of a ring, see all_reduce_seconds
+        latency = min(reduce, max(rank.latency for rank in ranks)) / hops
+        bandwidth = size / world_size / max(reduce / hops - latency, 1e-9)
+        for times in (2, 4, 8):
+            more = all_reduce_seconds(times * world_size, size, latency, bandwidth) - reduce
+            rate = times * samples / (step + more)
+            rows.append(("Predicted", f"{times * nodes} nodes", rate, useful / (step + more)))
+    if world_size > 1:
+        longer = step + 3 * own[slowest]  # the all-reduce comes but once
+        name = f"{now}, --accumulate {4 * accumulate}"
+        rows.append(("Predicted", name, 4 * samples / longer, 4 * useful / longer))
+    for kind, name, rate, efficiency in rows:
+        lines.append(f"{kind} | {name} | {rate:.0f} samples/s | efficiency {efficiency:.0%}")
+    if nodes == 1:
+        lines.append("Predicted | more nodes | not known before two of them have run this")
+    return [*lines, f"Verdict | {verdict(ranks, step, sent)}"]
+
+
+def verdict(ranks: list[Rank], step: float, sent: float) -> str:
+    """What takes most of a step without being of use, if that is a fifth of it, and what helps.
+
+    Args:
+        ranks: what each has measured, in order.
+        step: seconds.
+        sent: bytes per second that each rank sends in an all-reduce.
+    """
+    own = [rank.data + rank.compute for rank in ranks]
+    slowest = own.index(max(own))
+    first = ranks[0]
+
+    link = "the all-reduce is the limit"
+    if sum(rank.local_rank == 0 for rank in ranks) > 1:
+        link = f"the link is the limit, {sent / 1e9:.3g} GB/s"
+        named = nominal_speed(first.link)
+        if sent < named / 2:
+            link += f" where {first.link} is named {named / 1e9:.3g}"
+
+    cores = (
+        f"the processes slow each other down: alone rank 0 computes in {first.alone * 1e3:.2f} ms"
+    )
+    fewer = "start fewer on a node, or give each its own cores"
+    here = sum(rank.host == first.host for rank in ranks)
+    if here * first.threads > first.cores:
+        cores = (
+            f"more threads than cores: {here} processes of {first.threads} on {first.cores} cores"
+        )
+        fewer = f"export OMP_NUM_THREADS={max(1, first.cores // here)}"
+
+    late = "the data come too late"
+    slow = f"rank {slowest} is slow: {own[slowest] * 1e3:.2f} ms for its data and computing"
+    small = "the batch is too small for the device"
+    look = f"see what else runs on {ranks[slowest].host}"
+    costs = [
+        (step - own[slowest], link, "raise --accumulate or --batch-size"),
+        (first.compute - first.alone, cores, fewer),
+        (min(rank.data for rank in ranks), late, "raise --num-workers"),
+        (own[slowest] - statistics.median_low(own), slow, look),
+        (min(rank.fixed for rank in ranks), small, "raise --batch-size"),
+    ]
+    seconds, cause, remedy = max(costs)
+    if seconds < 0.2 * step:
+        return (
+            f"nothing is wrong: {statistics.mean(own) / step:.0%} of the step is data and computing"
+        )
+    return f"{cause} ({seconds / step:.0%} of the step): {remedy}"

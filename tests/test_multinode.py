@@ -400,9 +400,8 @@ def test_elastic_hosts_go_and_come_back(hosts, tmp_path, job):
 
 def figures(text: str) -> tuple[float, float, float]:
     """Of --check: all-reduce in ms, GB/s, an epoch in s."""
-    reduce, speed = re.search(
-        r"^All-reduce \| .* MB \| (\S+) ms \| (\S+) GB/s$", text, re.M
-    ).groups()
+    pattern = r"^All-reduce \| .* MB \| (\S+) ms \| (\S+) GB/s$"
+    reduce, speed = re.search(pattern, text, re.M).groups()
     (epoch,) = re.search(r"^Epoch \| \d+ steps \| about (\S+) s$", text, re.M).groups()
     return float(reduce), float(speed), float(epoch)
 
@@ -420,18 +419,27 @@ def test_check_finds_the_speed_of_the_link_and_predicts_the_epoch(hosts, tmp_pat
         text, _ = (each.finish() for each in jobs)
         return text
 
-    predicted, took = {}, {}
+    predicted, took, rates = {}, {}, {}
     for accumulate in (1, 8):
         arguments = ("--batch-size", 16, "--accumulate", accumulate)
         text = on_both(*arguments, "--check", "--snapshot-path", "check.pt")
         assert not list(tmp_path.glob("host*/check.pt"))
         reduce, speed, predicted[accumulate] = figures(text)
+        rows = re.findall(r"^(?:Measured|Predicted) \| (.*) \| (\d+) samples/s", text, re.M)
+        rates[accumulate] = {name: int(rate) for name, rate in rows}
         assert 0.09 < speed * 8 < 0.13, text  # Gbit/s, with tbf's burst on top
         assert 200 < reduce < 250, text  # 2.7 MB
+        if accumulate == 1:
+            assert "\nVerdict | the link is the limit, 0.01" in text
         text = on_both(*arguments)
         took[accumulate] = 500 / epochs(text)[0]["rate"]
         # The second host halves the steps.
         assert f"[CPU0] Epoch 0 | Batchsize: 16 | Steps: {-(-500 // (32 * accumulate))}\n" in text
+    # Four nodes send 1.5 times as much in a step as two, and four micro-batches as much as one.
+    names = ["2 nodes", "4 nodes", "8 nodes", "16 nodes", "2 nodes, --accumulate 4"]
+    assert list(rates[1]) == names
+    assert rates[1]["4 nodes"] == pytest.approx(rates[1]["2 nodes"] * 2 / 1.5, rel=0.1)
+    assert rates[1]["2 nodes, --accumulate 4"] > 3 * rates[1]["2 nodes"]
     # The first is the link's time, the second mostly that of cores which other tests use, too.
     assert took[1] == pytest.approx(predicted[1], rel=0.3), (predicted, took)
     assert predicted[8] / 3 < took[8] < 3 * predicted[8], (predicted, took)

@@ -339,7 +339,7 @@ def test_sync_bn(tools, script):
     assert converted == [inner(trainer)]
 
 
-@pytest.mark.parametrize("script", NODES)
+@pytest.mark.parametrize("script", ELASTIC)
 def test_check(tools, script):
     tools, checked = tools(script), []
     module, _ = tools.parse(script)

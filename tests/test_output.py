@@ -40,17 +40,6 @@ def test_events_are_written_by_rank_0_alone(make, monkeypatch, script):
     assert make(script, "--log-dir", "runs")[1].writer is None
 
 
-def test_check_adds_up(make, capsys):
-    module, trainer = make("multinode.py", "--model", "mlp")
-    module.check(trainer)
-    text = capsys.readouterr().out
-    assert re.search(r"^All-reduce \| 2\.68 MB \| \S+ ms \| 0\.0000 GB/s$", text, re.M)
-    assert re.search(r"^Epoch \| 2 steps \| about \S+ s$", text, re.M)
-    trainer.world_size = 2  # so the sums of one process are wrong
-    with pytest.raises(SystemExit, match="error: 669706 of 1339412 sums of the all-reduce are"):
-        module.check(trainer)
-
-
 @pytest.fixture
 def clock(monkeypatch):
     """A list of one number: what time.perf_counter gives."""
@@ -225,33 +214,15 @@ def test_the_total_time_is_in_seconds(make, parse, monkeypatch, capsys, script):
     assert capsys.readouterr().out.endswith("\nTotal time: 2.500s\n")
 
 
-def test_the_figures_of_check(make, monkeypatch, capsys):
-    """A step computes for 3 s and reduces for 1 s; the first, which warms up, is slower."""
-    module, trainer = make("multinode.py", "--model", "mlp")
-    synced, times = [], []
-    for compute, reduce in ((50, 60), *[(3, 1)] * 5):
-        times += [0, compute, compute, compute + reduce]
-    monkeypatch.setattr("time.perf_counter", lambda: times.pop(0))
-    inner(trainer).register_forward_pre_hook(
-        lambda *_: synced.append(trainer.model.require_backward_grad_sync)
-    )
-    trainer.world_size = 2
-    with pytest.raises(SystemExit, match="sums of the all-reduce are wrong"):
-        module.check(trainer)
-    assert capsys.readouterr().out.endswith(
-        "All-reduce | 2.68 MB | 1000.00 ms | 0.0027 GB/s\n"
-        "Step | 3000.00 ms to compute, 25% of the step for the all-reduce\n"
-        "Epoch | 2 steps | about 8.0 s\n"
-    )
-    assert synced == [False] * 6 and not times
-
-
 # --- what is printed, by the expressions in it --------------------------------------------------
 
 EPOCH, STEPS = "the_line_of_an_epoch", "the_lines_of_steps_and_the_sums_of_an_epoch"
 START, RANK = "the_lines_of_the_start_of_a_stop_and_of_a_resume", "the_line_of_a_rank"
 FIRST = "an_epochs_first_line_names_the_device_and_the_rank"
-CHECK, DEVICES = "the_figures_of_check", "data_parallel_says_over_how_many_devices_it_splits"
+DEVICES = "data_parallel_says_over_how_many_devices_it_splits"
+SUMS, LINES = "rank_0_prints_sums_that_are_right", "the_lines_of_several_nodes"
+SENTENCES = "the_sentence_names_what_costs_most"
+SLOW = "the_sentence_about_a_slow_rank_and_about_a_link_below_its_name"
 TOTAL_TIME = "the_total_time_is_in_seconds"
 # Of each function: the figures in its lines, and the test, without test_, that has them all.
 FIGURES = {
@@ -276,18 +247,53 @@ FIGURES = {
         ),
         START: ("self.samples_seen",),
     },
-    "check": {
-        CHECK: (
+    "check": {SUMS: ("wrong.item()", "world_size * count")},
+    "report": {
+        LINES: (
+            "data * 1000.0",
+            "compute * 1000.0",
+            "slowest",
+            "waiting * 1000.0",
+            "exposed * 1000.0",
             "size / 1000000.0",
             "reduce * 1000.0",
-            "sent",
-            "compute * 1000.0",
-            "reduce / (compute + reduce)",
-            "share",
+            "sent / 1000000000.0",
+            "step * 1000.0",
+            "parts",
             "steps",
-            "epoch",
+            "steps * step",
+            "nodes",
+            "world_size",
+            "now",
+            "4 * accumulate",
+            "verdict(ranks, step, sent)",
+            "kind",
+            "name",
+            "rate",
+            "efficiency",
+            "times * nodes",
+        )
+    },
+    "verdict": {
+        SENTENCES: (
+            "first.alone * 1000.0",
+            "cause",
+            "seconds / step",
+            "remedy",
+            "here",
+            "first.threads",
+            "first.cores",
+            "statistics.mean(own) / step",
         ),
-        "check_adds_up": ("wrong.item()", "world_size * count"),
+        SLOW: (
+            "slowest",
+            "own[slowest] * 1000.0",
+            "ranks[slowest].host",
+            "sent / 1000000000.0",
+            "first.link",
+            "named / 1000000000.0",
+        ),
+        "threads_that_are_too_many_are_counted_on_one_node": ("max(1, first.cores // here)",),
     },
     "open_snapshot": {START: ("path",)},
     "ddp_setup": {

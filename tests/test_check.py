@@ -1,0 +1,236 @@
+"""--check: where a step's time goes, what more nodes would bring, and the sentence that follows.
+
+The figures with a clock of the test's own; the causes on ranks that really have them."""
+
+import dataclasses
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.jobs import TORCHRUN
+from helpers.parts import every_torchrun_script
+
+from common import check as checking
+from common.check import Rank, all_reduce_seconds, report, verdict
+
+FAST = Rank(
+    host="alpha",
+    local_rank=0,
+    threads=1,
+    cores=4,
+    samples=30,
+    step=0.100,
+    data=0.001,
+    compute=0.089,
+    fixed=0.004,
+    alone=0.080,
+    reduce=0.040,
+    latency=0.0012,
+    link="eth0",
+)
+FOUR = [  # ranks on two nodes
+    FAST,
+    dataclasses.replace(FAST, local_rank=1),
+    dataclasses.replace(FAST, host="beta", data=0.002, compute=0.090, step=0.104),
+    dataclasses.replace(FAST, host="beta", local_rank=1, compute=0.088),
+]
+
+
+def test_the_lines_of_several_nodes():
+    # A ring of four has six messages: 0.2 ms each to arrive, and 40/6 - 0.2 = 6.4667 ms for 12 MB,
+    # 1.8557 GB/s. Eight ranks: 14 (0.2 + 48 / 8 / 1.8557) = 48.07 ms, 8.07 more. And so on.
+    assert report(FOUR, size=48_000_000, steps=50, accumulate=2) == [
+        "All-reduce | 48.00 MB | 40.00 ms | 1.8000 GB/s",
+        "Step | 104.00 ms: data 1.25, compute 89.00, waiting for rank 2 1.75, all-reduce 12.00",
+        "Epoch | 50 steps | about 5.2 s",
+        "Measured | 2 nodes | 1154 samples/s | efficiency 78%",
+        "Predicted | 4 nodes | 2142 samples/s | efficiency 73%",
+        "Predicted | 8 nodes | 4051 samples/s | efficiency 69%",
+        "Predicted | 16 nodes | 7588 samples/s | efficiency 64%",
+        "Predicted | 2 nodes, --accumulate 8 | 1263 samples/s | efficiency 86%",
+        "Verdict | nothing is wrong: 87% of the step is data and computing",
+    ]
+
+
+def test_the_lines_of_one_node():
+    two = [FOUR[0], FOUR[1]]
+    assert report(two, size=48_000_000, steps=50, accumulate=1)[3:-1] == [
+        "Measured | 2 processes on one node | 600 samples/s | efficiency 81%",
+        "Predicted | 2 processes on one node, --accumulate 4 | 649 samples/s | efficiency 88%",
+        "Predicted | more nodes | not known before two of them have run this",
+    ]
+    lines = report(two[:1], size=48_000_000, steps=50, accumulate=1)
+    assert lines[1] == "Step | 100.00 ms: data 1.00, compute 89.00"
+    assert [line.split(" | ")[1] for line in lines[3:5]] == ["1 process", "more nodes"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "step", "sentence"),
+    [
+        ({"fixed": 0.021}, 0.1, "the batch is too small for the device (21% of the step): raise"),
+        ({"fixed": 0.019}, 0.1, "nothing is wrong: 90% of the step is data and computing"),
+        ({"data": 0.030}, 0.12, "the data come too late (25% of the step): raise --num-workers"),
+        (
+            {"alone": 0.050},
+            0.1,
+            "the processes slow each other down: alone rank 0 computes in 50.00",
+        ),
+        (
+            {"alone": 0.050, "threads": 3},
+            0.1,
+            "more threads than cores: 2 processes of 3 on 4 cores",
+        ),
+        ({}, 0.2, "the link is the limit, 1.5 GB/s (55% of the step): raise --accumulate or"),
+    ],
+)
+def test_the_sentence_names_what_costs_most(monkeypatch, changed, step, sentence):
+    monkeypatch.setattr(checking, "nominal_speed", lambda interface: 2e9)
+    ranks = [dataclasses.replace(rank, data=0.001, compute=0.089) for rank in FOUR]
+    ranks = [dataclasses.replace(rank, **changed) for rank in ranks]
+    assert verdict(ranks, step, 1.5e9).startswith(sentence)
+
+
+def test_the_sentence_about_a_slow_rank_and_about_a_link_below_its_name(monkeypatch):
+    slow = [*FOUR[:3], dataclasses.replace(FOUR[3], compute=0.150, fixed=0.150)]
+    assert verdict(slow, 0.16, 1.8e9) == (
+        "rank 3 is slow: 151.00 ms for its data and computing (38% of the step): see what else "
+        "runs on beta"
+    )
+    monkeypatch.setattr(checking, "nominal_speed", {"eth0": 1.25e10}.get)
+    assert verdict(FOUR, 0.2, 1.8e9) == (
+        "the link is the limit, 1.8 GB/s where eth0 is named 12.5 (54% of the step): raise "
+        "--accumulate or --batch-size"
+    )
+    assert verdict(FOUR[:2], 0.2, 1.8e9).startswith("the all-reduce is the limit (55% of")
+
+
+def test_threads_that_are_too_many_are_counted_on_one_node():
+    crowded = [dataclasses.replace(rank, threads=3, alone=0.050) for rank in FOUR]
+    assert verdict(crowded, 0.1, 1e9).endswith("of the step): export OMP_NUM_THREADS=2")
+    crowded = [dataclasses.replace(rank, threads=2) for rank in crowded]
+    assert verdict(crowded, 0.1, 1e9).startswith("the processes slow each other down")
+
+
+def test_the_seconds_of_a_ring():
+    assert all_reduce_seconds(1, 1e9, 1, 1) == 0
+    assert all_reduce_seconds(2, 100, 0.5, 10) == 2 * (0.5 + 100 / 2 / 10)
+    assert all_reduce_seconds(8, 100, 0.5, 10) == pytest.approx(14 * 0.5 + 14 / 8 * 100 / 10)
+
+
+def test_the_speed_that_an_interface_says_it_has(monkeypatch, tmp_path):
+    monkeypatch.setattr(checking, "Path", lambda *parts: tmp_path.joinpath(parts[-2]))
+    for said, bytes_per_second in (("1000\n", 125e6), ("-1\n", 0), ("", 0)):
+        (tmp_path / "eth0").write_text(said)
+        assert checking.nominal_speed("eth0") == bytes_per_second
+    assert checking.nominal_speed("eth1") == 0
+
+
+def test_the_bytes_that_an_interface_has_sent(monkeypatch, tmp_path):
+    table = tmp_path / "dev"
+    monkeypatch.setattr(checking, "Path", lambda name: table)
+    assert checking.bytes_sent() == {}
+    table.write_text(
+        "Inter-|   Receive                         |  Transmit\n"
+        " face |bytes packets errs drop fifo frame compressed multicast|bytes packets\n"
+        "    lo: 11 2 0 0 0 0 0 0 33 4 0 0 0 0 0 0\n"
+        "eth0:55 6 0 0 0 0 0 0 77 8 0 0 0 0 0 0\n"
+    )
+    assert checking.bytes_sent() == {"lo": 33, "eth0": 77}
+
+
+def slowly(loader, wait):
+    """A loader that waits before each batch."""
+
+    class Slowly:
+        def __iter__(self):
+            for batch in loader:
+                wait()
+                yield batch
+
+        def __len__(self):
+            return len(loader)
+
+    return Slowly()
+
+
+@every_torchrun_script
+def test_what_is_timed(make, monkeypatch, script):
+    """Each part takes a time of its own; barriers take longest, and must not count."""
+    _, trainer = make(script, "--model", "mlp", "--batch-size", 8)
+    now, counts, step = [1000.0], [], trainer._run_batch
+
+    def pass_(seconds):
+        now[0] += seconds
+
+    def run_batch(source, targets, count):
+        counts.append((len(targets), count))
+        pass_(0.010 + 0.001 * len(targets))
+        pass_(0.004 if trainer.model.require_backward_grad_sync else 0)
+        return step(source, targets, count)
+
+    def all_reduce(tensor, op=None):
+        pass_(0.0005 + 1e-9 * tensor.nbytes)
+
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(dist, "barrier", lambda: pass_(100))
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    trainer._run_batch, trainer.world_size = run_batch, 4
+    trainer.train_data = slowly(trainer.train_data, lambda: pass_(0.002))
+    before = [parameter.clone() for parameter in trainer.model.parameters()]
+    rank = checking.measure(trainer, torch.zeros(1_000_000))
+    assert all(map(torch.equal, before, trainer.model.parameters()))
+    assert rank.data == pytest.approx(0.002)
+    assert rank.step == pytest.approx(0.002 + 0.018 + 0.004)
+    assert rank.compute == pytest.approx(0.018) == rank.alone
+    assert rank.fixed == pytest.approx(0.010)
+    assert rank.reduce == pytest.approx(0.0045)
+    assert rank.latency == pytest.approx(0.0005, rel=0.01)
+    assert (rank.samples, rank.threads, rank.local_rank) == (8, 1, 0)
+    assert set(counts) == {(8, 32), (4, 16)} and len(counts) == 6 + 4 * 3 * 20
+
+
+def test_rank_0_prints_sums_that_are_right(make, monkeypatch, capsys):
+    module, trainer = make("multinode.py", "--model", "mlp")
+    module.check(trainer)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" | ")[0] for line in lines[-6:]] == [
+        "All-reduce", "Step", "Epoch", "Measured", "Predicted", "Verdict"
+    ]  # fmt: skip
+    assert "| 2.68 MB |" in lines[-6] and "| 2 steps |" in lines[-4]
+    trainer.world_size = 2  # so the sums of one process are wrong
+    with pytest.raises(SystemExit, match="error: 669706 of 1339412 sums of the all-reduce are"):
+        module.check(trainer)
+    assert "Verdict | " in capsys.readouterr().out
+    monkeypatch.setattr(dist, "get_rank", lambda *_: 1)
+    with pytest.raises(SystemExit, match="sums of the all-reduce are wrong"):
+        module.check(trainer)
+    assert capsys.readouterr().out == ""
+
+
+@every_torchrun_script
+def test_data_that_come_too_late_and_a_batch_that_is_too_small(make, capsys, script):
+    module, trainer = make(script, "--model", "mlp", "--batch-size", 8)
+    step = trainer._run_batch
+    trainer._run_batch = lambda *given: time.sleep(0.02) or step(*given)
+    module.check(trainer)
+    assert "Verdict | the batch is too small for the device (" in capsys.readouterr().out
+    trainer.train_data = slowly(trainer.train_data, lambda: time.sleep(0.1))
+    module.check(trainer)
+    assert "Verdict | the data come too late (" in capsys.readouterr().out
+    assert not list(Path().iterdir())  # no snapshot
+
+
+def test_a_slow_rank_is_named(fork):
+    """Rank 1 sleeps for 0.3 s in each step."""
+    text = fork(TORCHRUN.format(2), "--check", "--model", "mlp", LADDER_SLOW=1)
+    assert re.search(r"^Step \| .* waiting for rank 1 1\d\d\.\d\d, all-reduce", text, re.M), text
+    assert re.search(r"^Verdict \| rank 1 is slow: [34]\d\d\.\d\d ms for", text, re.M), text
+
+
+def test_batchnorm_does_not_make_it_hang(fork):
+    """Rank 0 sends its buffers to the others before a pass, but not where it computes alone."""
+    options = ("--model", "resnet18", "--batch-size", 2, "--timeout", 60)
+    assert "\nVerdict | " in fork(TORCHRUN.format(2), "--check", *options)
