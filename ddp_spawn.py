@@ -259,9 +259,10 @@ class Trainer:
         # forward(), whatever inputs the model takes.
         model = self.model.module
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        forward = model.forward
         model.forward = sum
         self.model([parameter.sum() for parameter in trained]).backward()
-        del model.forward  # this instance's: the class's own is in force again
+        model.forward = forward
 
     def _stop_agreed(self, step: int) -> int:
         # If one rank left the loop alone, the others would hang in the next all-reduce. So all say

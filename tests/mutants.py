@@ -1779,9 +1779,16 @@ MUTANTS = [
     Mutant(
         "the model's forward is not given back",
         "nothing is computed",
-        "        del model.forward  # this instance's: the class's own is in force again\n",
+        "        model.forward = forward\n",
         "",
         parts("any_model_can_settle_its_buckets", *DDP),
+    ),
+    Mutant(
+        "the class's forward is given back",
+        "a compiled model has none any more",
+        "        model.forward = forward\n",
+        "        del model.forward\n",
+        parts("a_model_with_a_forward_of_its_own_keeps_it", *DDP),
     ),
     # --- joining ----------------------------------------------------------------------------------
     Mutant(

@@ -181,6 +181,17 @@ def test_any_model_can_settle_its_buckets(make, script):
         (outputs["logits"].sum() + outputs["aside"].sum()).backward()
 
 
+@every_ddp_script
+def test_a_model_with_a_forward_of_its_own_keeps_it(make, script):
+    """As torch.compile(model) has one, and who patches a model in place."""
+    _, trainer = make(script)
+    model = torch.nn.Linear(2, 3)
+    own = model.forward = lambda inputs: inputs.sum() * model.weight.sum()
+    trainer.model = torch.nn.parallel.DistributedDataParallel(model)
+    trainer._settle_buckets()
+    assert model.forward is own and (model.weight.grad == 1).all()
+
+
 def test_data_parallel_has_the_generators_of_all_its_devices(make, monkeypatch):
     module, _ = make("data_parallel.py")
     seeded, states = [], []
