@@ -86,14 +86,14 @@ def test_the_commands_for_torchrun(clone):
 @pytest.mark.slow("real command lines, one after the other")
 def test_the_launch_lines_of_the_table(clone):
     commands = re.findall(r"\| `((?:python|torchrun) [^`]*) 50 10` \|", README)
-    first, second = (command for command in commands if "--nnodes" in command)
+    first, second = (command for command in commands if "--nnodes=" in command)
     assert second == first.replace("--node_rank=0", "--node_rank=1")  # test_torchrun.py runs these
-    commands = [command for command in commands if "--nnodes" not in command]
+    commands = [command for command in commands if command not in (first, second)]
     assert [re.search(r"\w+\.py", command)[0] for command in commands] == list(SCRIPTS)
     for command in commands:
         command = command.replace("=gpu", "=2")  # as README says for a CPU
         command = re.sub(
-            r"tcp://.*--world-size 2", f"file://{clone}/store --rank 0 --world-size 1", command
+            r"tcp://.*--nnodes 2", f"file://{clone}/store --nproc-per-node 1 --nnodes 1", command
         )
         assert len(epochs(shell(f"{command} 1 1", clone))) == 1
 
@@ -160,7 +160,7 @@ def test_its_own_anchors_lead_to_headings(name):
     text = (ROOT / name).read_text()
     headings = [line.lower().replace(" ", "-") for line in re.findall(r"^## (.*)$", text, re.M)]
     anchors = re.findall(r"\]\(#([^)]*)\)", text)
-    assert len(anchors) == 3 and {*anchors} <= {*headings}
+    assert len(anchors) == 6 and {*anchors} <= {*headings}
 
 
 def test_the_chinese_readme_has_the_same_commands_and_tables():
