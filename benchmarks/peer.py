@@ -1,12 +1,15 @@
 """What the programs beside ours share, so that each of them shows its loop and little else."""
 
 import argparse
+from collections.abc import Callable
 
 import torch
 from torch import nn
 from torch.utils.data import Dataset
 from torchvision import datasets
 from torchvision.transforms import ToTensor
+
+from common.data import load_dataset
 
 SETS = {  # torchvision's class; mean and standard deviation as in common/data.py
     "fashion-mnist": (datasets.FashionMNIST, 0.2860, 0.3530),
@@ -26,8 +29,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--model", default="mlp")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--nproc-per-node", type=int, default=1)
-    parser.add_argument("--all-reduce", action="store_true", help="floor.py: average the gradients")
-    parser.add_argument("--accumulate", type=int, default=1, help="floor.py: batches a step")
+    parser.add_argument("--our-data", action="store_true", help="the data set of common/data.py")
+    add = parser.add_argument_group("upper_bound.py").add_argument
+    add("--all-reduce", action="store_true", help="average the gradients")
+    add("--accumulate", type=int, default=1, help="batches per step")
     args = parser.parse_args()
     if args.device == "auto":
         found = torch.accelerator.current_accelerator(check_available=True)
@@ -36,10 +41,20 @@ def parse_args() -> argparse.Namespace:
 
 
 def load_data(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
-    """Training and test set as torchvision has them: PIL images, made tensors one at a time."""
+    """Training and test set as torchvision has them: PIL images, made tensors one at a time.
+
+    With --our-data they are in memory, and come a batch at a time, as in our scripts.
+    """
+    if args.our_data:
+        return load_dataset(args.dataset, args.data_dir)
     make = SETS[args.dataset][0]
     train, test = (make(args.data_dir, train=part, transform=ToTensor()) for part in (True, False))
     return train, test
+
+
+def collate(args: argparse.Namespace) -> Callable | None:
+    """The loader's collate_fn: with --our-data what comes is a batch already."""
+    return tuple if args.our_data else None
 
 
 def normalize(args: argparse.Namespace, images: torch.Tensor) -> torch.Tensor:
@@ -47,6 +62,8 @@ def normalize(args: argparse.Namespace, images: torch.Tensor) -> torch.Tensor:
 
     On a whole batch: torchvision's Normalize on each sample would cost the peers more.
     """
+    if args.our_data:  # it has done so
+        return images
     _, mean, std = SETS[args.dataset]
     return (images - mean) / std
 
@@ -66,8 +83,11 @@ def print_end(
 ) -> None:
     """The end of our scripts' epoch lines. `model` is the unwrapped one. The clock has stopped."""
     model.eval()
-    images = normalize(args, test_set.data.unsqueeze(1) / 255).to(args.device)
-    correct = (model(images).argmax(dim=1).cpu() == test_set.targets).sum().item()
     total = len(test_set)
+    if args.our_data:
+        images, targets = test_set.__getitems__(range(total))
+    else:
+        images, targets = normalize(args, test_set.data.unsqueeze(1) / 255), test_set.targets
+    correct = (model(images.to(args.device)).argmax(dim=1).cpu() == targets).sum().item()
     accuracy = f"Accuracy: {correct}/{total} ({correct / total:.2%})"
     print_line(f"Epoch {epoch} | {accuracy} | {rate:.0f} samples/s")

@@ -8,10 +8,11 @@ import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 COMMAND = "python benchmarks/run.py"
 FIRST = "time to the first step"
-FLOORS = ("compute alone", "compute + all-reduce", "compute + all-reduce, mp.spawn")
+BOUNDS = ("compute alone", "compute + all-reduce", "compute + all-reduce, mp.spawn")
 TARGETS = [  # case, ours, against, at least (for times: at most)
     ("mlp-32-1", "single_gpu.py", "compute alone", 0.95),
     ("mlp-256-1", "single_gpu.py", "compute alone", 0.95),
@@ -20,10 +21,10 @@ TARGETS = [  # case, ours, against, at least (for times: at most)
         for ours in ("ddp_spawn.py", "ddp_torchrun.py")
         for case, theirs, target in (
             *(
-                (case, floor, target)
-                for case, target in (("mlp-32-2", 0.95), ("mlp-256-2", 1.0))
-                for floor in FLOORS[1:]
-                if ours == "ddp_spawn.py" or floor == FLOORS[1]  # mp.spawn's only for mp.spawn
+                (case, bound, target)
+                for case, target in (("mlp-32-2", 0.95), ("mlp-256-2", 0.97))
+                for bound in BOUNDS[1:]
+                if ours == "ddp_spawn.py" or bound == BOUNDS[1]  # mp.spawn's only for mp.spawn
             ),
             ("mlp-32-2", "tutorial", 4),
             ("mlp-256-2", "tutorial", 7),
@@ -43,7 +44,8 @@ TIMES = [
     ("mlp-32-2-start", "ddp_spawn.py", "tutorial"),
     ("mlp-32-2-start", "ddp_torchrun.py", "tutorial"),
 ]
-COLOURS = ("tab:blue", "silver", "tab:orange")  # ours, the others, the floor
+COLOURS = ("tab:blue", "silver", "tab:orange")  # ours, the others, the upper bound
+LEFT_OUT = ("compute alone", "compute + all-reduce, mp.spawn")  # of the picture
 TOLERANCE = 5  # percentage points of accuracy, after the same epochs
 
 
@@ -115,47 +117,54 @@ def ratio(result: dict, case: str, ours: str, theirs: str, value: Callable = rat
     return statistics.median(found) if found else None
 
 
+def standard_error(found: list[float]) -> float:
+    """Of the median; 0 where there are too few rounds to tell."""
+    return 1.25 * statistics.stdev(found) / len(found) ** 0.5 if len(found) > 2 else 0.0
+
+
 def spread(found: list[float]) -> str:
     """The median, its standard error where there are rounds to tell, the lowest and the highest."""
-    error = ""
-    if len(found) > 2:
-        error = f" ± {1.25 * statistics.stdev(found) / len(found) ** 0.5:.2f}"
+    error = f" ± {standard_error(found):.2f}" if len(found) > 2 else ""
     return f"{statistics.median(found):.2f}{error} ({min(found):.2f} to {max(found):.2f})"
 
 
+def verdict(found: list[float], target: float, at_most: bool = False) -> str:
+    """Whether the target is reached; undecided where it lies within two errors of the median."""
+    over = statistics.median(found) - target
+    if abs(over) < 2 * standard_error(found):
+        return "undecided"
+    return "yes" if over == 0 or (over < 0) == at_most else "no"
+
+
 def limit(result: dict, case: str, theirs: str) -> float | None:
-    """What the floor itself reaches against `theirs`."""
-    if theirs in FLOORS:
+    """What the upper bound reaches against `theirs`."""
+    if theirs in BOUNDS:
         return None
     option = " --accumulate 8" if case.endswith("-accumulate") else ""
-    return ratio(result, case, FLOORS[1] + option, theirs)
+    return ratio(result, case, BOUNDS[1] + option, theirs)
 
 
 def targets(result: dict) -> str:
     lines = [
-        "| case | script | against | target | reached | | the floor reaches |",
+        "| case | script | against | target | reached | | the upper bound reaches |",
         "| --- | --- | --- | ---: | ---: | --- | ---: |",
     ]
     for case, ours, theirs, target in TARGETS:
         if found := ratios(result, case, ours, theirs):
-            reached, most = statistics.median(found), limit(result, case, theirs)
-            verdict = "yes" if reached >= target else "no"
-            most = "" if most is None else f"{most:.2f}"
-            line = (
-                f"| {case} | {ours} | {theirs} | {target} | {spread(found)} | {verdict} | {most} |"
-            )
-            lines.append(line)
+            most = limit(result, case, theirs)
+            cells = [case, ours, theirs, str(target), spread(found), verdict(found, target)]
+            cells.append("" if most is None else f"{most:.2f}")
+            lines.append(f"| {' | '.join(cells)} |")
     for case, ours, theirs in TIMES:
         if found := ratios(result, case, ours, theirs, first_step):
-            verdict = "yes" if statistics.median(found) <= 1 else "no"
             line = f"| {case} | {ours} | {theirs}, {FIRST} | at most 1 | {spread(found)} "
-            lines.append(f"{line}| {verdict} | |")
+            lines.append(f"{line}| {verdict(found, 1, at_most=True)} | |")
     for copies in result.get("copies", []):
         if copies["what"] == "ddp_spawn.py" and "error" not in copies:
             # Two processes with a copy each have 2; where /proc does not tell, it is 0.
-            verdict = "yes" if 0.5 < copies["copies"] < 1.5 else "no"
+            once = "yes" if 0.5 < copies["copies"] < 1.5 else "no"
             line = "| memory, below | ddp_spawn.py | the data set, held once a host | 1 copy "
-            lines.append(f"{line}| {copies['copies']:.2f} copies | {verdict} | |")
+            lines.append(f"{line}| {copies['copies']:.2f} copies | {once} | |")
     return "\n".join(lines if len(lines) > 2 else ["None of these cases was measured."])
 
 
@@ -199,7 +208,8 @@ def odd_ones(result: dict) -> list[str]:
     for case in result["cases"]:
         epochs, values = accuracies(result, case)
         # Alone, a process has half the data; --accumulate makes eight times the global batch.
-        other = ("compute alone", "accumulate", "the same")
+        other = ["accumulate", "the same"]
+        other += ["compute alone"] if case.split("-")[2] != "1" else []
         values = {n: v for n, v in values.items() if not any(word in n for word in other)}
         middle = statistics.median(values.values()) if values else 0
         for name, value in values.items():
@@ -294,7 +304,7 @@ def caption(key: str, case: dict) -> str:
 def page(result: dict) -> str:
     machine = "\n".join(f"| {name} | {value} |" for name, value in result["machine"].items())
     odd = odd_ones(result)
-    learnt = f"All programs of a case are within {TOLERANCE} percentage points of its median."
+    learnt = f"The accuracies of a case are within {TOLERANCE} percentage points of its median."
     left_out = "".join(f"- {line}\n" for line in result["left_out"])
     gpu = any(case.get("gpu") for case in result["cases"].values())
     unmeasured = ("" if gpu else "No GPU was measured. ") + (
@@ -314,19 +324,25 @@ Written by `{COMMAND}` in {result["minutes"]:.0f} minutes.
 | --- | --- |
 {machine}
 
-{unmeasured}
+{unmeasured} The figures are those of the scripts at Source, and not of each commit since.
 
 {f"Left out:{chr(10) * 2}{left_out.rstrip()}" if left_out else "Nothing was left out."}
 
 ![Throughput and scaling](throughput.svg)
 
+Data parallelism pays where a step computes for longer than its all-reduce takes. With batches of
+32 the mlp computes for a millisecond or two and then all-reduces 2.7 MB, on cores that one process
+could have had to itself. With batches of 256 and one all-reduce for eight of them, a second core is
+worth seven tenths of the first. [docs/scaling.md](../docs/scaling.md) has the arithmetic. Orange is
+the upper bound: nothing but computing, and one all-reduce.
+
 ## Targets
 
 Ratios of samples a second, and of seconds in the last rows: the median of the rounds' ratios, its
 standard error (1.25 times their standard deviation, over the root of their number), and in brackets
-the lowest and the highest. Yes or no is decided before rounding; a target within twice the error is
-neither reached nor missed for certain. `the floor reaches` is the same ratio of compute +
-all-reduce: where that is below the target, even the floor misses it.
+the lowest and the highest. A target within twice the error of the median is undecided; yes and no
+are decided before rounding. `the upper bound reaches` is the same ratio of compute + all-reduce:
+where that is below the target, nothing can reach it.
 
 {targets(result)}
 
@@ -348,13 +364,17 @@ seconds after a first epoch that does not count; a round's rate is the median of
 with `OMP_NUM_THREADS=1`; `compute alone` is forward, backward and update on batches that lie ready,
 each process for itself; `compute + all-reduce` adds one flat all-reduce of the gradient a step.
 torchrun starts it, and `compute + all-reduce, mp.spawn` is the same started as `ddp_spawn.py` is:
-torchrun gives each process a session of its own, and Linux may share out the cores by session. All
-have the same model, data, batches and optimizer, SGD with momentum. The scripts closest to the
-floor, and the floor, run in more rounds than the others. The first step's time counts from the
-command; cases `to the first step` stop there. Memory is that of the process that took the most,
-shared pages included. Hosts have one process and one thread each.
+torchrun gives each process a session of its own, and Linux may share out the cores by session.
+These two are the upper bound. `our data` is the same program on the scripts' data set, which is in
+memory and gives whole batches: what it gains is the data path's, and the rest of the distance to
+the scripts is the loop's. All have the same model, data, batches and optimizer, SGD with momentum.
+The scripts closest to the upper bound, and this, run in more rounds than the others. The first
+step's time counts from the command; cases `to the first step` stop there. Memory is that of the
+process that took the most, shared pages included. Hosts have one process and one thread each.
 
-{learnt if not odd else "Accuracies that differ: " + "; ".join(odd) + "."}
+{learnt if not odd else "Accuracies that differ: " + "; ".join(odd) + "."} Not compared are programs
+that take other steps: `compute alone` on several processes, each with its part of the data, and
+those with `--accumulate`.
 
 ## Where a step's time goes
 
@@ -377,6 +397,21 @@ data each for itself.)
 """
 
 
+def bars(axis: Any, shown: dict[str, dict[int, dict]]) -> None:
+    """A bar for the runs of each contestant: the median rate, the lowest and the highest."""
+    rates = {name: [rate(run) for run in found.values()] for name, found in shown.items() if found}
+    rates = dict(reversed(rates.items()))  # the first is to be on top
+    middles = [statistics.median(values) for values in rates.values()]
+    lowest, highest = ([extreme(values) for values in rates.values()] for extreme in (min, max))
+    errors = [
+        [middle - low for middle, low in zip(middles, lowest, strict=True)],
+        [high - middle for middle, high in zip(middles, highest, strict=True)],
+    ]
+    kinds = [0 if ".py" in name else 2 if "compute" in name else 1 for name in rates]
+    axis.barh([*rates], middles, xerr=errors, color=[COLOURS[kind] for kind in kinds])
+    axis.set_xlabel("samples per second")
+
+
 def plot(result: dict, path: Path) -> None:
     import matplotlib
 
@@ -385,36 +420,34 @@ def plot(result: dict, path: Path) -> None:
 
     plt.rcParams.update({"svg.hashsalt": "ladder", "svg.fonttype": "none", "font.size": 9})
     figure, axes = plt.subplots(2, 2, figsize=(11, 7.5), layout="constrained")
-    for axis, case in zip(axes[0], ("mlp-32-2", "mlp-256-2"), strict=True):
-        shown = [name for name in names(result, case) if runs(result, case, name)][::-1]
-        rates = [[rate(r) for r in runs(result, case, name).values()] for name in shown]
-        middles = [statistics.median(values) for values in rates]
-        spread = [
-            [middle - min(values) for middle, values in zip(middles, rates, strict=True)],
-            [max(values) - middle for middle, values in zip(middles, rates, strict=True)],
-        ]
-        kinds = [0 if ".py" in name else 2 if "compute" in name else 1 for name in shown]
-        colours = [COLOURS[kind] for kind in kinds]
-        axis.barh(shown, middles, xerr=spread, color=colours)
-        _, batch, count = case.split("-")
-        axis.set_title(f"mlp, batches of {batch}, {count} processes", fontsize=9)
-        axis.set_xlabel("samples a second")
+    case, one = "mlp-256-2-accumulate", "the same, 1 process, 1 thread"
+    shown = {
+        "1 process, 1 core": runs(result, case, one),
+        "2 processes:\nddp_torchrun.py": runs(result, case, "ddp_torchrun.py --accumulate 8"),
+        "compute +\nall-reduce": runs(result, case, "compute + all-reduce --accumulate 8"),
+    }
+    bars(axes[0][0], shown)
+    axes[0][0].set_title("It pays: mlp, batches of 256, --accumulate 8", fontsize=9)
+    one = {"1 process, 2 cores:\nsingle_gpu.py": runs(result, "mlp-32-1", "single_gpu.py")}
+    two = {name: runs(result, "mlp-32-2", name) for name in names(result, "mlp-32-2")}
+    bars(axes[0][1], one | {name: two[name] for name in two if name not in LEFT_OUT})
+    axes[0][1].set_title("It does not: mlp, batches of 32", fontsize=9)
     series = {
         "ours": ("single_gpu.py", "ddp_torchrun.py", "multinode.py"),
         "tutorial, 1 thread": ("tutorial, 1 thread",),
-        "compute + all-reduce": ("compute + all-reduce",),
+        "upper bound": ("compute + all-reduce",),
     }
     measured = {record["case"] for record in result["records"]}
-    places = {"1 process": "1", "2": "2", "4": "4", "2 hosts": "2hosts", "3 hosts": "3hosts"}
-    places |= {"2 hosts,\n1 Gbit/s": "2hosts-1gbit", "2 hosts,\n100 Mbit/s": "2hosts-100mbit"}
+    places = {"1": "1", "2": "2", "4": "4", "2 nodes": "2hosts", "3 nodes": "3hosts"}
+    places |= {"2 nodes,\n1 Gbit/s": "2hosts-1gbit", "2 nodes,\n100 Mbit/s": "2hosts-100mbit"}
     for axis, model in zip(axes[1], ("mlp-32", "mlp-256"), strict=True):
         shown = {text: place for text, place in places.items() if f"{model}-{place}" in measured}
         for number, (label, contestants) in enumerate(series.items()):
             heights = []
             for place in shown.values():
-                # One process needs no all-reduce: there the floor is compute alone.
-                floor = place == "1" and label == "compute + all-reduce"
-                named = ("compute alone",) if floor else contestants
+                # One process needs no all-reduce: there compute alone is the upper bound.
+                alone = place == "1" and label.startswith("upper bound")
+                named = ("compute alone",) if alone else contestants
                 found = [runs(result, f"{model}-{place}", name).values() for name in named]
                 rates = next(
                     ([rate(record) for record in records] for records in found if records), [0]
@@ -423,9 +456,9 @@ def plot(result: dict, path: Path) -> None:
             at = [place + 0.27 * (number - 1) for place in range(len(shown))]
             axis.bar(at, heights, 0.27, label=label, color=COLOURS[number])
         axis.set_xticks(range(len(shown)), shown, fontsize=7)
-        axis.set_title(f"{model.replace('-', ', batches of ')}", fontsize=9)
-        axis.set_ylabel("samples a second")
-        axis.legend()
+        axis.set_title(f"{model.replace('-', ', batches of ')}: processes, nodes", fontsize=9)
+        axis.set_ylabel("samples per second")
+        axis.legend(loc="upper right")
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
 

@@ -130,11 +130,22 @@ CONTESTANTS = {
     "tutorial, 1 thread": Contestant("spawn", "benchmarks/tutorial.py", one_thread=True),
     "Fabric": Contestant("spawn", "benchmarks/with_fabric.py", needs="lightning_fabric"),
     "Accelerate": Contestant("torchrun", "benchmarks/with_accelerate.py", needs="accelerate"),
-    "compute alone": Contestant("torchrun", "benchmarks/floor.py"),
-    "compute + all-reduce": Contestant("torchrun", "benchmarks/floor.py", ("--all-reduce",)),
-    "compute + all-reduce, mp.spawn": Contestant("spawn", "benchmarks/floor.py", ("--all-reduce",)),
+    "tutorial, 1 thread, our data": Contestant(
+        "spawn", "benchmarks/tutorial.py", ("--our-data",), one_thread=True
+    ),
+    "Fabric, our data": Contestant(
+        "spawn", "benchmarks/with_fabric.py", ("--our-data",), needs="lightning_fabric"
+    ),
+    "Accelerate, our data": Contestant(
+        "torchrun", "benchmarks/with_accelerate.py", ("--our-data",), needs="accelerate"
+    ),
+    "compute alone": Contestant("torchrun", "benchmarks/upper_bound.py"),
+    "compute + all-reduce": Contestant("torchrun", "benchmarks/upper_bound.py", ("--all-reduce",)),
+    "compute + all-reduce, mp.spawn": Contestant(
+        "spawn", "benchmarks/upper_bound.py", ("--all-reduce",)
+    ),
     "compute + all-reduce --accumulate 8": Contestant(
-        "torchrun", "benchmarks/floor.py", ("--all-reduce", "--accumulate", "8")
+        "torchrun", "benchmarks/upper_bound.py", ("--all-reduce", "--accumulate", "8")
     ),
 }
 
@@ -179,7 +190,8 @@ class Case:
 
 
 PEERS = ("tutorial", "tutorial, 1 thread", "Fabric", "Accelerate")
-FLOORS = ("compute alone", "compute + all-reduce", "compute + all-reduce, mp.spawn")
+ON_OUR_DATA = ("tutorial, 1 thread, our data", "Fabric, our data", "Accelerate, our data")
+BOUNDS = ("compute alone", "compute + all-reduce", "compute + all-reduce, mp.spawn")
 CHOICES = (
     "ddp_spawn.py",
     *(name for name, contestant in CONTESTANTS.items() if contestant.edit),
@@ -193,10 +205,11 @@ def all_cases(gpu: str | None) -> list[Case]:
     long = {"rounds": 3, "more_rounds": 12, "seconds": 5}  # for differences of some percent
     for batch in (32, 256):
         one = ("single_gpu.py", "data_parallel.py", *PEERS, "compute alone")
-        two = ("ddp_spawn.py", "ddp_torchrun.py", "multinode.py", *PEERS, *FLOORS)
+        ours = ("ddp_spawn.py", "ddp_torchrun.py", "multinode.py")
+        two = (*ours, *PEERS, *ON_OUR_DATA, *BOUNDS)
         close = ("single_gpu.py", "compute alone")
         cases.append(Case(*mlp, batch, 1, one, close=close, **long))
-        close = ("ddp_spawn.py", "ddp_torchrun.py", *FLOORS[1:])
+        close = ("ddp_spawn.py", "ddp_torchrun.py", *BOUNDS[1:])
         close += ("tutorial",) if batch == 256 else ()
         cases.append(Case(*mlp, batch, 2, two, close=close, **long))
         # More processes than a laptop has cores: to show what that does.
@@ -215,7 +228,7 @@ def all_cases(gpu: str | None) -> list[Case]:
         cases.append(Case(*convnet, batch, 1, one, samples=4096))
         cases.append(Case(*convnet, batch, 2, two, samples=4096))
     cases.append(Case(*resnet, 32, 1, ("single_gpu.py", "compute alone"), samples=256))
-    cases.append(Case(*resnet, 32, 2, ("ddp_torchrun.py", *FLOORS[:2]), samples=256))
+    cases.append(Case(*resnet, 32, 2, ("ddp_torchrun.py", *BOUNDS[:2]), samples=256))
     # Over a slow link a step takes long: fewer of them.
     remote = ("multinode.py", "tutorial, 1 thread", "compute + all-reduce")
     frugal = ("multinode.py", "multinode.py --accumulate 8", *remote[1:])
@@ -543,7 +556,7 @@ def main() -> None:
     found = torch.accelerator.current_accelerator(check_available=True)
     cases = all_cases(found.type if found else None)
     if args.quick:
-        few = ("ddp_spawn.py", "SGD fused", "tutorial, 1 thread", *FLOORS[1:])
+        few = ("ddp_spawn.py", "SGD fused", "tutorial, 1 thread", *BOUNDS[1:])
         small = {"samples": 1024, "rounds": 1, "more_rounds": 0, "seconds": None}
         cases = [replace(c, contestants=few, **small) for c in cases if c.key == "mlp-32-2"]
         args.seconds = min(args.seconds, 0.2)

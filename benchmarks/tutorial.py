@@ -34,6 +34,7 @@ def prepare_dataloader(dataset: Dataset, args: argparse.Namespace) -> DataLoader
     return DataLoader(
         dataset,
         batch_size=args.batch_size,
+        collate_fn=peer.collate(args),
         pin_memory=args.device != "cpu",
         shuffle=sampler is None,
         sampler=sampler,

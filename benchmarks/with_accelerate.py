@@ -26,7 +26,9 @@ def main() -> None:
     train_set, test_set = peer.load_data(args)
     model = build_model(args.model, (1, 28, 28))
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
-    train_data = DataLoader(train_set, batch_size=args.batch_size, shuffle=True)
+    train_data = DataLoader(
+        train_set, batch_size=args.batch_size, shuffle=True, collate_fn=peer.collate(args)
+    )
     model, optimizer, train_data = accelerator.prepare(model, optimizer, train_data)
 
     for epoch in range(args.total_epochs):

@@ -33,7 +33,9 @@ def main() -> None:
     model = build_model(args.model, (1, 28, 28))
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
     model, optimizer = fabric.setup(model, optimizer)
-    train_data = DataLoader(train_set, batch_size=args.batch_size, shuffle=True)
+    train_data = DataLoader(
+        train_set, batch_size=args.batch_size, shuffle=True, collate_fn=peer.collate(args)
+    )
     train_data = fabric.setup_dataloaders(train_data)
 
     for epoch in range(args.total_epochs):

@@ -1,9 +1,9 @@
 """What the machine can do: nothing but compute on batches that lie ready, and one all-reduce.
 
-    python floor.py EPOCHS --data-dir DIR                 forward, backward, update
-    torchrun --nproc_per_node=2 floor.py EPOCHS --data-dir DIR                each for itself
-    torchrun --nproc_per_node=2 floor.py EPOCHS --data-dir DIR --all-reduce   one model for all
-    python floor.py EPOCHS --data-dir DIR --all-reduce --nproc-per-node 2     the same, by mp.spawn
+    python upper_bound.py EPOCHS --data-dir DIR                 forward, backward, update
+    torchrun --nproc_per_node=2 upper_bound.py EPOCHS --data-dir DIR                each for itself
+    torchrun --nproc_per_node=2 upper_bound.py EPOCHS --data-dir DIR --all-reduce   one model
+    python upper_bound.py EPOCHS --data-dir DIR --all-reduce --nproc-per-node 2     by mp.spawn
 
 With --all-reduce the gradients are copied to one flat tensor after the backward pass, and averaged
 by one call; with --accumulate 8, after every eighth. It cannot resume, evaluate over all processes,
