@@ -528,7 +528,7 @@ def parse_args() -> argparse.Namespace:
     job = argparse.ArgumentParser(add_help=False)  # what --resume takes from the snapshot
     add = job.add_argument
     add("total_epochs", nargs="?", type=at_least(1), default=5, help="how many epochs to train")
-    add("save_every", nargs="?", type=at_least(1), default=1, help="how often to save a snapshot")
+    add("save_every", nargs="?", type=at_least(1), default=1, help="epochs between two snapshots")
     add("--batch-size", "--batch_size", type=at_least(1), default=32, help="samples per device")
     add("--test-batch-size", type=at_least(1), default=1000, help="the same in evaluation")
     add("--lr", type=at_least(0.0), default=0.01, help="learning rate of SGD")

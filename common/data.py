@@ -235,7 +235,8 @@ def preload(name: str) -> None:
 def load_dataset(name: str, data_dir: str) -> tuple[ImageDataset, ImageDataset]:
     """The training and the test set of one of `DATASETS`, downloaded into `data_dir` if need be.
 
-    Not for several processes of a host at once: they would download into the same folder.
+    Not for several processes at once that share `data_dir`, on one node or on several: they would
+    download into the same folder.
 
     Raises:
         DataError: download failed, file missing or damaged, folder not writable, torchvision

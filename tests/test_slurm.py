@@ -126,6 +126,9 @@ def test_a_node_with_fewer_cpus_than_processes(tmp_path, cpus, threads, complain
     script = ["bash", str(ROOT / "slurm" / "ddp_torchrun.sbatch"), "50"]
     done = subprocess.run(script, env=env, capture_output=True, text=True, check=True)
     assert done.stdout.startswith(f"{threads} ") and "--nproc_per_node=8" in done.stdout
+    assert " ddp_torchrun.py --snapshot-path=checkpoint-7.pt --resume 50\n" in done.stdout
+    done = subprocess.run(script, env={**env, "SCRIPT": "train.py"}, capture_output=True, text=True)
+    assert " train.py --snapshot-path=checkpoint-7.pt --resume 50\n" in done.stdout
     line = f"{cpus} CPUs a node for 8 processes: raise --cpus-per-task\n"
     assert done.stderr == (line if complaint else "")
 
