@@ -96,7 +96,7 @@ def own(script: str, dataset: str, model: str, *edits: tuple[str, str]) -> list[
 def flowers(folder: Path) -> None:
     """Photographs of three flowers: each is of a colour of its own."""
     rng = np.random.default_rng(0)
-    for part, count in (("train", 20), ("test", 7)):
+    for part, count in (("train", 20), ("val", 7)):
         for channel, name in enumerate(("poppy", "cornflower", "clover")):
             (folder / part / name).mkdir(parents=True)
             for number in range(count):
@@ -108,33 +108,31 @@ def flowers(folder: Path) -> None:
 @pytest.mark.parametrize(
     "script",
     [
-        pytest.param("single_gpu.py", marks=pytest.mark.slow("20 s; README has ddp_torchrun.py")),
+        pytest.param("single_gpu.py", marks=pytest.mark.slow("20 s; test_recipes.py trains, too")),
         "data_parallel.py",
-        pytest.param("ddp_spawn.py", marks=pytest.mark.slow("30 s; README has ddp_torchrun.py")),
-        "ddp_torchrun.py",
+        pytest.param("ddp_spawn.py", marks=pytest.mark.slow("30 s; test_recipes.py trains, too")),
         "multinode.py",
     ],
 )
-def test_readmes_example(tmp_path, script):
-    readme = (ROOT / "README.md").read_text()
-    (diff,) = re.findall(r"```diff\n(.*?)```", readme, re.S)
-    edits = hunks(diff)
-    assert len(edits) >= 3
+def test_the_recipe_for_images_fits_every_script(tmp_path, script):
+    """docs/recipes.md has it for ddp_torchrun.py, which test_recipes.py trains."""
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    edits = hunks(re.search(r"```diff images\n(.*?)```", page, re.S)[1])
+    assert len(edits) == 3
     if script == "ddp_spawn.py":  # README says so: the parent makes a model, too
         model = "resnet18(num_classes=len(train_set.classes))"
         edits.append(("build_model(args.model, train_set[0][0].shape)  #", f"{model}  #"))
     flowers(tmp_path / "flowers")
-    command = edited(tmp_path, script, edits)
-    if script not in ("single_gpu.py", "ddp_spawn.py", "ddp_torchrun.py"):  # the same lines
+    command = edited(tmp_path, script, [*edits, ("side = 224", "side = 32")])
+    if script not in ("single_gpu.py", "ddp_spawn.py"):  # the same lines
         return
-    launch = TORCHRUN2 if script == "ddp_torchrun.py" else ()
     options = ("--data-dir", "flowers", "--batch-size", 8, "--lr", 0.005, "--no-progress")
     options += ("--num-workers", 2)
     fork = script != "ddp_spawn.py"  # there the data set and the model are pickled
-    text = python(tmp_path, *launch, *command, 2, *options, fork=fork)
+    text = python(tmp_path, *command, 2, *options, fork=fork)
     world_size = 1 if script == "single_gpu.py" else 2
     assert text.count(f"Steps: {-(-60 // (8 * world_size))}\n") == 2 * world_size
-    resumed = python(tmp_path, *launch, *command, 10, *options, "--resume", fork=fork)
+    resumed = python(tmp_path, *command, 10, *options, "--resume", fork=fork)
     assert "Resuming training from snapshot at Epoch 2, sample 0" in resumed
     lines = epochs(text + resumed)
     assert [(line["epoch"], line["total"]) for line in lines] == [(e, 21) for e in range(10)]

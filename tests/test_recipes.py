@@ -6,12 +6,17 @@ import re
 import shutil
 import signal
 import sys
+from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from helpers.files import load, patched
+from helpers.files import difference, load, patched, same_bytes
 from helpers.jobs import ROOT, Job, epochs
+from PIL import Image
+
+from common.data import make_digits
 
 PAGE = (ROOT / "docs" / "recipes.md").read_text()
 RECIPES = dict(re.findall(r"```diff (\w+)\n(.*?)```", PAGE, re.S))
@@ -22,13 +27,16 @@ SMALL = ("--no-progress", "--model", "mlp", "--batch-size", 200)  # 30 steps an 
 def train(tmp_path):
     """train(recipe, arguments) -> the running job of two ranks, in tmp_path."""
 
-    def train(name: str, *arguments: object, edit: tuple[str, str] = ("", "")) -> Job:
+    def train(name: str, *arguments: object, edits: tuple[tuple[str, str], ...] = (), **env) -> Job:
         text = patched((ROOT / "ddp_torchrun.py").read_text(), RECIPES[name])
-        (tmp_path / "train.py").write_text(text.replace(*edit) if edit[0] else text)
+        for old, new in edits:
+            assert text.count(old) == 1, f"{text.count(old)} times:\n{old}"
+            text = text.replace(old, new)
+        (tmp_path / "train.py").write_text(text)
         shutil.copytree(ROOT / "common", tmp_path / "common", dirs_exist_ok=True)
         launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2)
         command = [sys.executable, *launch, tmp_path / "train.py", *arguments]
-        return Job(list(map(str, command)), tmp_path, {}, fork=True)
+        return Job(list(map(str, command)), tmp_path, env, fork=True)
 
     return train
 
@@ -40,9 +48,108 @@ def weights(folder: Path, name: str = "checkpoint.pt") -> torch.Tensor:
 
 def test_every_recipe_is_tested():
     code = Path(__file__).read_text()
-    assert len(RECIPES) == 7 and all(f'train("{name}"' in code for name in RECIPES)
+    assert len(RECIPES) == 11 and all(f'train("{name}"' in code for name in RECIPES)
     headings = re.findall(r"^## (.*)$", PAGE, re.M)
     assert re.findall(r"^\[(.*)\]\(#", PAGE, re.M) == headings
+
+
+def photos(folder: Path) -> None:
+    """Pictures of three classes, each brighter in another of the three colours."""
+    rng = np.random.default_rng(0)
+    for part, count in (("train", 60), ("val", 9)):
+        for channel in range(3):
+            (folder / part / f"class{channel}").mkdir(parents=True)
+            for number in range(count):
+                pixels = rng.integers(0, 128, (24, 30, 3))
+                pixels[..., channel] += 127
+                Image.fromarray(pixels.astype("u1")).save(
+                    folder / part / f"class{channel}" / f"{number}.png"
+                )
+
+
+def test_images_from_disk_are_resumed_in_mid_epoch(tmp_path, train):
+    photos(tmp_path / "photos")
+    side = (("side = 224", "side = 32"),)
+    options = ("--no-progress", "--data-dir", "photos", "--batch-size", 8, "--lr", 0.001)
+    options += ("--num-workers", 2, "--log-interval", 1)
+    text = train("images", 1, *options, "--snapshot-path", "whole.pt", edits=side).finish()
+    (line,) = epochs(text)
+    assert line["accuracy"] > 60 and line["total"] == 27  # of three classes
+    assert load(tmp_path / "whole.pt")["model"]["fc.weight"].shape == (3, 512)
+    job = train("images", 1, *options, edits=side)
+    job.wait_for(r"Epoch 0 \| Step 3 ")
+    os.killpg(job.process.pid, signal.SIGTERM)
+    job.finish(None)
+    assert 0 < load(tmp_path / "checkpoint.pt")["samples_seen"] < 180
+    train("images", "--resume", "--no-progress", "--num-workers", 3, edits=side).finish()
+    assert torch.equal(weights(tmp_path), weights(tmp_path, "whole.pt"))
+    (tmp_path / "photos" / "val" / "class1").rename(tmp_path / "photos" / "val" / "other")
+    text = train("images", *options, edits=side).finish(1)
+    assert text.count("error: photos: train/ and val/ have different folders\n") == 1
+
+
+# An epoch of 600 samples; each rank writes down what it trains on: the numbers that `stream_files`
+# has hidden in the images.
+COUNT = "            self.samples_seen += count\n"
+SEEN = """            with open(f"seen{self.rank}", "a") as file:
+                print(epoch, *source[:, 0, 0, 0].mul(1000).round().int().tolist(), file=file)
+"""
+STREAM = (("samples = 12_000", "samples = 600"), (COUNT, COUNT + SEEN))
+
+
+def stream_files(folder: Path, *sizes: int) -> None:
+    (folder / "data" / "train").mkdir(parents=True)
+    names = [f"train/{number}.pt" for number in range(len(sizes))]
+    digits, numbers = make_digits(sum(sizes), seed=0), range(sum(sizes))
+    images, targets = digits.__getitems__(numbers)
+    images[:, 0, 0, 0] = torch.tensor(numbers) / 1000
+    parts = zip(names, images.split(sizes), targets.split(sizes), strict=True)
+    for name, *part in (*parts, ("test.pt", *make_digits(100, seed=1).__getitems__(range(100)))):
+        torch.save(part, folder / "data" / name)
+
+
+def seen(folder: Path, rank: int) -> list[list[int]]:
+    """What a rank has trained on, epoch by epoch."""
+    lines = [line.split() for line in (folder / f"seen{rank}").read_text().splitlines()]
+    epochs = range(1 + int(lines[-1][0]))
+    return [[int(n) for first, *rest in lines if int(first) == e for n in rest] for e in epochs]
+
+
+def test_a_stream_is_resumed_in_mid_epoch(tmp_path, train):
+    """Six readers with a file each, of a hundred samples: each sample once per epoch."""
+    stream_files(tmp_path, *[100] * 6)
+    options = ("--no-progress", "--model", "mlp", "--batch-size", 10, "--num-workers", 3)
+    whole = ("--snapshot-path", "whole.pt")
+    text = train("stream", 2, *options, *whole, edits=STREAM, LADDER_CHECKSUM="1").finish()
+    assert text.count("Steps: 30\n") == 4 and epochs(text)[1]["accuracy"] > 30
+    sums = re.findall(r"^checksum (.*)$", text, re.M)
+    assert len(sums) == 2 and len(set(sums)) == 1
+    ranks = [seen(tmp_path, rank) for rank in (0, 1)]
+    for one, other in zip(*ranks, strict=True):
+        assert sorted(one + other) == list(range(600))
+    assert {*ranks[0][0]} != {*ranks[0][1]}
+    for rank in (0, 1):
+        (tmp_path / f"seen{rank}").unlink()
+    job = train("stream", 2, *options, "--log-interval", 1, edits=STREAM)
+    job.wait_for(r"Epoch 1 \| Step 3 ")
+    os.killpg(job.process.pid, signal.SIGTERM)
+    job.finish(None)
+    assert 0 < load(tmp_path / "checkpoint.pt")["samples_seen"] < 600
+    text = train("stream", "--resume", "--no-progress", "--num-workers", 3, edits=STREAM).finish()
+    assert [seen(tmp_path, rank) for rank in (0, 1)] == ranks
+    assert torch.equal(weights(tmp_path), weights(tmp_path, "whole.pt"))
+
+
+def test_a_stream_of_uneven_files_ends(tmp_path, train):
+    """The ranks take 300 samples each, of files with 380 on rank 0 and 140 on rank 1."""
+    stream_files(tmp_path, 10, 250, 90, 40, 130)
+    options = ("--no-progress", "--model", "mlp", "--batch-size", 10)
+    text = train("stream", 1, *options, edits=STREAM).finish()
+    ((one,), (other,)) = (seen(tmp_path, rank) for rank in (0, 1))
+    assert len(one) == len({*one}) == 300 == len(other) and len(epochs(text)) == 1
+    assert len({*other} - {*one}) == 140 and {*Counter(other).values()} == {2, 3}
+    text = train("stream", 1, *options, "--num-workers", 3, edits=STREAM).finish(1)
+    assert text.count("error: 5 files are too few for 6 readers: --num-workers 0\n") == 1
 
 
 def test_warm_up_and_cosine_are_resumed_in_mid_epoch(tmp_path, train):
@@ -72,7 +179,7 @@ def test_clipping(tmp_path, train, amp):
     start = weights(tmp_path, "start.pt")
     train("clip", 1, *SMALL, "--amp", amp).finish()
     assert (weights(tmp_path) - start).norm() > 0.1  # clipped to 1, not to 1 / 65,536
-    train("clip", 1, *SMALL, "--amp", amp, edit=("max_norm=1.0", "max_norm=1e-6")).finish()
+    train("clip", 1, *SMALL, "--amp", amp, edits=(("max_norm=1.0", "max_norm=1e-6"),)).finish()
     assert 0 < (weights(tmp_path) - start).norm() < 1e-4
 
 
@@ -95,6 +202,52 @@ def test_recall_is_that_of_all_ranks(train):
         assert sum(row) / 10 == pytest.approx(line["accuracy"] / 100, abs=0.001)
 
 
+# In the place of wandb: each call is a line in a file.
+WANDB = """import json
+import os
+
+def write(*call):
+    with open("calls", "a") as file:
+        print(json.dumps([os.environ["RANK"], *call]), file=file)
+
+class Run:
+    def log(self, numbers, step):
+        write("log", step, numbers)
+
+    def finish(self):
+        write("finish")
+
+def init(project, id, resume, config):
+    run = Run()
+    run.id = id or os.urandom(4).hex()
+    write("init", run.id, resume, config["batch_size"])
+    return run
+"""
+
+
+def test_a_resumed_run_goes_on_in_the_tracker(tmp_path, train):
+    (tmp_path / "wandb.py").write_text(WANDB)
+    job = train("tracker", 2, *SMALL, "--log-interval", 1)
+    job.wait_for(r"Epoch 1 \| Step 3 ")
+    os.killpg(job.process.pid, signal.SIGTERM)
+    text = job.finish(None)
+    text += train("tracker", "--resume", "--no-progress").finish()
+    calls = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
+    assert {rank for rank, *_ in calls} == {"0"}
+    names = ["init", "log", "log", "finish"]
+    assert [name for _, name, *_ in calls] == names + names
+    starts = [rest for _, name, *rest in calls if name == "init"]
+    assert starts == [[starts[0][0], "allow", 200]] * 2
+    logged = [rest for _, name, *rest in calls if name == "log"]
+    for number, line in enumerate(epochs(text)):
+        ((step, losses), (same_step, accuracy)) = logged[2 * number : 2 * number + 2]
+        assert step == same_step == line["epoch"] == number
+        assert losses["loss/train"] == pytest.approx(line["train_loss"], abs=1e-4)
+        assert losses["loss/test"] == pytest.approx(line["test_loss"], abs=1e-4)
+        assert accuracy == {"accuracy": line["correct"] / 2_000}
+    assert number == 1
+
+
 def test_the_best_weights_are_kept(tmp_path, train):
     lines = epochs(train("best", 2, *SMALL).finish())
     snapshot = load(tmp_path / "checkpoint.pt")
@@ -114,6 +267,42 @@ def test_gradients_in_bf16(tmp_path, train):
     assert line["accuracy"] > 30  # ten classes
     moved = (weights(tmp_path) - weights(tmp_path, "plain.pt")).norm()
     assert 1e-4 < moved < 0.05 * weights(tmp_path, "plain.pt").norm()
+
+
+# Half of the training set, and of the test set what leaves rank 1 a batch short.
+SEED = "    set_seed(args.seed)  # the same weights on every rank\n"
+FEWER = """    train_set = torch.utils.data.Subset(train_set, range(6_000))
+    test_set = torch.utils.data.Subset(test_set, range(1_999))
+"""
+FEWER = ((SEED, FEWER + SEED),)
+OWN = """        own = sum(parameter.to_local().numel() for parameter in model.parameters())
+        log(f"own: {own}", every_rank=True)
+"""
+
+
+def test_sharded_weights_are_those_of_ddp(tmp_path, train):
+    """1,999 test samples: 4 batches on rank 0, and 3 on rank 1, where the fourth one is empty."""
+    edits = (*FEWER, ("        self.model = model\n", "        self.model = model\n" + OWN))
+    options = ("--no-progress", "--model", "mlp", "--batch-size", 50, "--accumulate", 2)
+    options += ("--test-batch-size", 333, "--log-interval", 1)
+    plain = train("best", 1, *options, "--snapshot-path", "plain.pt", edits=FEWER).finish()
+    text = train("fully_shard", 1, *options, "--snapshot-path", "whole.pt", edits=edits).finish()
+    assert re.findall(r"own: (\d+)", text) == 2 * [str(weights(tmp_path, "whole.pt").numel() // 2)]
+    ((line,), (plain_line,)) = epochs(text), epochs(plain)
+    assert line["total"] == 1_999 and abs(line["correct"] - plain_line["correct"]) < 4
+    assert line["test_loss"] == pytest.approx(plain_line["test_loss"], abs=1e-3)
+    assert difference(load(tmp_path / "whole.pt"), load(tmp_path / "plain.pt")) < 1e-5
+    job = train("fully_shard", 1, *options, edits=edits)
+    job.wait_for(r"Epoch 0 \| Step 3 ")
+    os.killpg(job.process.pid, signal.SIGTERM)
+    job.finish(None)
+    assert 0 < load(tmp_path / "checkpoint.pt")["samples_seen"] < 6_000
+    shutil.copy(tmp_path / "checkpoint.pt", tmp_path / "other.pt")
+    train("fully_shard", "--resume", "--no-progress", edits=edits).finish()
+    assert same_bytes(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt"))
+    # The snapshot is like any other: the script itself resumes it.
+    train("best", "--resume", "--no-progress", "--snapshot-path", "other.pt", edits=FEWER).finish()
+    assert difference(load(tmp_path / "other.pt"), load(tmp_path / "plain.pt")) < 1e-5
 
 
 def test_a_profile_has_the_all_reduce(tmp_path, train):
