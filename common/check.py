@@ -5,6 +5,7 @@ all-reduce is not hidden behind the backward pass. docs/scaling.md says what fol
 """
 
 import dataclasses
+import functools
 import itertools
 import os
 import socket
@@ -31,7 +32,7 @@ class Rank:
     cores: int
     samples: int  # per step
     step: float  # a whole one, with its data and its all-reduce
-    data: float  # of it, until it had the data
+    data: float  # of it, until the data were there
     compute: float  # forward and backward pass and optimizer, while all ranks do so
     fixed: float  # of this, what would also pass with fewer samples
     alone: float  # compute, while the other ranks have nothing to do; only rank 0's is true
@@ -47,8 +48,9 @@ def check(trainer: Any) -> None:
 
     Args:
         trainer: has `model` (DDP), `device`, `optimizer`, `world_size`, `train_data` (yields
-            (source, targets)), `args` (accumulate, local_rank) and `_run_batch(source, targets,
-            count)`. Its gradients change, and BatchNorm's statistics; its weights do not.
+            (source, targets)), `pinned` (whether these are in pinned memory), `args` (accumulate,
+            local_rank) and `_run_batch(source, targets, count)`. Its gradients change, and
+            BatchNorm's statistics; its weights do not.
 
     Raises:
         SystemExit: a sum that an all-reduce has made is wrong.
@@ -81,9 +83,10 @@ def measure(trainer: Any, gradient: torch.Tensor) -> Rank:
 
     def fetch() -> tuple:
         start = time.perf_counter()
-        batch = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), next(batches))
+        batch = next(batches)
         waits.append(time.perf_counter() - start)
-        return batch
+        move = functools.partial(torch.Tensor.to, device=device, non_blocking=trainer.pinned)
+        return tree_map_only(torch.Tensor, move, batch)
 
     def step() -> None:
         source, targets = fetch()
@@ -98,10 +101,12 @@ def measure(trainer: Any, gradient: torch.Tensor) -> Rank:
     repeats = max(1, min(50, int(0.5 / slowest.item())))  # on all ranks the same
     waits.clear()
     whole = timed(step, device, repeats)
-    data = statistics.mean(waits)
-
+    wait = statistics.mean(waits)
     source, targets = fetch()
     samples = len(targets)
+    ready = timed(
+        lambda: trainer._run_batch(source, targets, samples * trainer.world_size), device, repeats
+    )
 
     def compute(first: int = samples) -> None:
         part = tree_map_only(torch.Tensor, lambda tensor: tensor[:first], (source, targets))
@@ -130,7 +135,7 @@ def measure(trainer: Any, gradient: torch.Tensor) -> Rank:
         cores=len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
         samples=samples,
         step=whole,
-        data=data,
+        data=min(wait, max(0.0, whole - ready)),  # a device may compute while the next is fetched
         compute=together,
         fixed=fixed,
         alone=alone,

@@ -1173,6 +1173,13 @@ MUTANTS = [
         common(CHECK, "what_is_timed[multinode.py]"),
     ),
     Mutant(
+        "--check counts data that nobody waits for",
+        "a GPU that computes meanwhile looks idle",
+        "min(wait, max(0.0, whole - ready))",
+        "wait",
+        common(CHECK, "data_that_are_fetched_while_the_device_computes_cost_nothing"),
+    ),
+    Mutant(
         "--check's small batch",
         "a batch that is too small is not seen",
         "timed(lambda: compute(fewer), device, repeats)",

@@ -189,7 +189,26 @@ def test_what_is_timed(make, monkeypatch, script):
     assert rank.reduce == pytest.approx(0.0045)
     assert rank.latency == pytest.approx(0.0005, rel=0.01)
     assert (rank.samples, rank.threads, rank.local_rank) == (8, 1, 0)
-    assert set(counts) == {(8, 32), (4, 16)} and len(counts) == 6 + 4 * 3 * 20
+    assert set(counts) == {(8, 32), (4, 16)} and len(counts) == 6 + 5 * 3 * 20
+
+
+def test_data_that_are_fetched_while_the_device_computes_cost_nothing(make, monkeypatch):
+    """As on a GPU: a batch takes 2 ms of the 20 ms for which the one before is computed."""
+    _, trainer = make("multinode.py", "--model", "mlp", "--batch-size", 8)
+    now, busy_until = [1000.0], [0.0]
+
+    def fetch():
+        now[0] += 0.002
+
+    def run_batch(source, targets, count):
+        now[0] = max(now[0], busy_until[0])
+        busy_until[0] = now[0] + 0.020
+
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    trainer._run_batch = run_batch
+    trainer.train_data = slowly(trainer.train_data, fetch)
+    rank = checking.measure(trainer, torch.zeros(10))
+    assert rank.data == pytest.approx(0, abs=1e-4)
 
 
 def test_rank_0_prints_sums_that_are_right(make, monkeypatch, capsys):
