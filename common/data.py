@@ -215,8 +215,11 @@ class ShardedBatchSampler(DistributedSampler):
     def __iter__(self) -> Iterator[list[int]]:
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         order = torch.randperm(len(self.dataset), generator=generator)
-        for window in order[self.start :].split(self.sizes()):
+        first = self.start
+        for size in self.sizes():  # not order.split(): millions of tensors at once
+            window = order[first : first + size]
             yield window[self.rank :: self.num_replicas].tolist()
+            first += size
 
     def __len__(self) -> int:
         return len(range(self.start, len(self.dataset), self.global_batch))

@@ -2168,15 +2168,15 @@ MUTANTS = [
     Mutant(
         "remainder dropped",
         "the last samples of an epoch are left out",
-        "for window in order[self.start :].split(self.sizes()):",
-        "for window in order[self.start :].split(self.sizes()[:-1] + [0])[:-1]:",
+        "for size in self.sizes():",
+        "for size in self.sizes()[:-1]:",
         common(DATA, "sampler_deals_every_sample_once[0-3-100]"),
     ),
     Mutant(
         "windows of a fixed size",
         "an epoch ends with a short batch, and ranks may lack a step",
-        ".split(self.sizes()):",
-        ".split(self.global_batch):",
+        "for size in self.sizes():",
+        "for size in [self.global_batch] * len(self):",
         common(DATA, "sampler_deals_every_sample_once[0-3-100]"),
     ),
     Mutant(

@@ -1,0 +1,52 @@
+"""Many processes: 32 on one node, and the sampler's cost among a thousand ranks."""
+
+import os
+import signal
+
+import pytest
+import torch
+from helpers.files import load, same_bytes
+from helpers.jobs import epochs, losses
+
+from common.data import ShardedBatchSampler
+
+DOUBLE = {"LADDER_DTYPE": "float64"}
+
+
+@pytest.mark.slow("32 processes")
+def test_32_processes_on_one_node(run, start, tmp_path, fashion):
+    """The same job as on one device; stopped in mid-epoch and resumed; nobody is left behind."""
+    data = (*fashion(1_000, 97), "--model", "mlp", "--no-progress", "--log-interval", 1)
+    many = (*data, "--batch-size", 4, "--nproc-per-node", 32)
+    one = run("single_gpu.py", 2, *data, "--batch-size", 128, "--snapshot-path", "one.pt", **DOUBLE)
+    text = run("ddp_spawn.py", 2, *many, "--snapshot-path", "whole.pt", **DOUBLE)
+    assert all(f"\n[rank {rank} of 32] " in f"\n{text}" for rank in range(32))
+    assert text.count("Epoch 1 | Batchsize: 4 | Steps: 8\n") == 32
+    assert losses(text) == pytest.approx(losses(one), abs=1e-6) and len(losses(text)) == 16
+    assert [line["correct"] for line in epochs(text)] == [line["correct"] for line in epochs(one)]
+    assert [line["total"] for line in epochs(text)] == [97, 97]
+
+    job = start("ddp_spawn.py", 2, *many, fork=True, **DOUBLE)
+    job.wait_for(r"Epoch 1 \| Step 2 ")
+    os.kill(job.process.pid, signal.SIGTERM)
+    assert "Epoch 1 | Stopped at sample " in job.finish(128 + signal.SIGTERM)
+    assert 0 < load(tmp_path / "checkpoint.pt")["samples_seen"] < 1_000
+    run("ddp_spawn.py", 2, *many, "--resume", fork=True, **DOUBLE)
+    assert same_bytes(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt"))
+
+
+def test_a_thousand_ranks_share_a_step():
+    """Of a data set that 1,024 ranks do not divide: each sample once, and nobody's share off by
+    more than one."""
+    ranks, size = 1024, 100_003
+    samplers = [
+        ShardedBatchSampler(range(size), 8, num_replicas=ranks, rank=rank, seed=0)
+        for rank in range(ranks)
+    ]
+    batches = [list(sampler) for sampler in samplers]
+    assert {len(own) for own in batches} == {-(-size // (8 * ranks))} == {13}
+    seen = torch.cat([torch.as_tensor(batch) for own in batches for batch in own])
+    assert len(seen) == size and torch.equal(seen.sort().values, torch.arange(size))
+    for step in range(13):
+        shares = {len(own[step]) for own in batches}
+        assert max(shares) - min(shares) <= 1 and max(shares) <= 8
