@@ -2259,8 +2259,8 @@ MUTANTS = [
     Mutant(
         "sampler starts anew",
         "an epoch entered in the middle repeats samples",
-        "order[self.start :].split(",
-        "order[: len(order) - self.start].split(",
+        "        first = self.start\n",
+        "        first = 0\n",
         common(DATA, "sampler_deals_every_sample_once[64-3-100]"),
     ),
     Mutant(
