@@ -120,10 +120,10 @@ def measure(trainer: Any, gradient: torch.Tensor) -> Rank:
         # DDP sends buffers only in the pass after one with all-reduce: not here, where none waits.
         alone = timed((lambda: None) if idle else compute, device, repeats)
     fewer = min(samples, max(2 * trainer.args.accumulate, samples // 2))  # BatchNorm needs two
+    saved = together - timed(lambda: compute(fewer), device, repeats)  # on all ranks, as it waits
     fixed = together
     if fewer < samples:
-        saved = together - timed(lambda: compute(fewer), device, repeats)
-        fixed = together - min(together, max(0.0, saved) * samples / (samples - fewer))
+        fixed -= min(together, max(0.0, saved) * samples / (samples - fewer))
     before = bytes_sent()
     reduce = timed(lambda: dist.all_reduce(gradient), device, repeats)
     after = bytes_sent()

@@ -192,6 +192,21 @@ def test_what_is_timed(make, monkeypatch, script):
     assert set(counts) == {(8, 32), (4, 16)} and len(counts) == 6 + 5 * 3 * 20
 
 
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+def test_ranks_with_unequal_shares_wait_as_often(make, monkeypatch, batch_size):
+    _, trainer = make("multinode.py", "--model", "mlp", "--batch-size", batch_size)
+    now, waits = [1000.0], []
+
+    def run_batch(source, targets, count):
+        now[0] += 0.5 if len(targets) > 1 else 0.4
+
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(dist, "barrier", lambda: waits.append(1))
+    trainer._run_batch = run_batch
+    rank = checking.measure(trainer, torch.zeros(10))
+    assert len(waits) == 3 * 9 and rank.fixed == rank.compute > 0
+
+
 def test_data_that_are_fetched_while_the_device_computes_cost_nothing(make, monkeypatch):
     """As on a GPU: a batch takes 2 ms of the 20 ms for which the one before is computed."""
     _, trainer = make("multinode.py", "--model", "mlp", "--batch-size", 8)
