@@ -125,7 +125,12 @@ if sys.platform == "linux":
         def _Popen(worker: "ForkedWorker") -> Any:  # the fork itself
             for _ in range(6):
                 worker.sign = multiprocessing.get_context("fork").Event()
-                forked = multiprocessing.context.ForkProcess._Popen(worker)
+                # The worker inherits this: until `obey_only_the_rank` runs, no signal may end it.
+                mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+                try:
+                    forked = multiprocessing.context.ForkProcess._Popen(worker)
+                finally:
+                    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
                 if worker.sign.wait(worker.patience):
                     return forked
                 forked.kill()
@@ -145,7 +150,8 @@ if sys.platform == "linux":
 def worker_context(num_workers: int) -> multiprocessing.context.BaseContext | None:
     """For `DataLoader(multiprocessing_context=...)`: how its workers start; None is torch's way.
 
-    On Linux they are forked, and there at once; elsewhere each starts Python anew.
+    On Linux they are forked, and there at once; elsewhere each starts Python anew. It goes with
+    `worker_init_fn=obey_only_the_rank`, as forked workers start with signals blocked.
     """
     return ForkedWorkers() if num_workers > 0 and sys.platform == "linux" else None
 

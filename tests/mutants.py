@@ -2117,6 +2117,13 @@ MUTANTS = [
     ),
     # --- common/ ----------------------------------------------------------------------------------
     Mutant(
+        "new workers hear signals",
+        "a SIGTERM as an epoch begins ends workers, and the job without a snapshot",
+        "mask = signal.pthread_sigmask(signal.SIG_BLOCK, ",
+        "mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, ",
+        common(DATA, "a_signal_does_not_end_a_worker_that_has_just_been_forked"),
+    ),
+    Mutant(
         "hung workers are waited for",
         "and so is their rank, by all others",
         "if worker.sign.wait(worker.patience):",

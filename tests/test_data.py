@@ -64,6 +64,28 @@ def test_a_forked_worker_that_hangs_is_forked_anew(tmp_path, always):
     assert not os.path.exists(f"/proc/{(tmp_path / 'hung').read_text()}")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only")
+def test_a_signal_does_not_end_a_worker_that_has_just_been_forked(tmp_path):
+    """Each gets a SIGTERM in its first moment, as from a scheduler that tells all processes."""
+    code = (
+        "import os, signal\n"
+        "from torch.utils.data import DataLoader\n"
+        "from common.data import ForkedWorker, obey_only_the_rank, worker_context\n"
+        "kill = lambda: print('killed', flush=True) or os.kill(os.getpid(), signal.SIGTERM)\n"
+        "os.register_at_fork(after_in_child=kill)\n"
+        "ForkedWorker.patience = 1.0\n"
+        "how = {'worker_init_fn': obey_only_the_rank, 'num_workers': 2}\n"
+        "print(sum(DataLoader(range(5), multiprocessing_context=worker_context(2), **how)))\n"
+        "print(signal.pthread_sigmask(signal.SIG_BLOCK, set()))\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "killed\nkilled\ntensor([10])\nset()\n", done.stdout + done.stderr
+
+
 def test_without_workers_there_is_no_way_to_start_them():
     assert worker_context(0) is None
 
