@@ -623,7 +623,7 @@ def parse_args() -> argparse.Namespace:
     add("--log-dir", help="folder for TensorBoard's event files")
     add("--no-progress", action="store_true", help="no progress bar")
     add("--num-workers", type=at_least(0), default=0, help="loader processes; 4 for files, say")
-    add("--compile", action="store_true", help="torch.compile: a slow first epoch; measure if it pays")
+    add("--compile", action="store_true", help="torch.compile: slow to start; measure if it pays")
     add("--sync-bn", action="store_true", help="BatchNorm over all ranks; not on a CPU")
     add("--local-rank", "--local_rank", dest="unused", help=argparse.SUPPRESS)
     add("--check", action="store_true", help="join and measure, but do not train")
