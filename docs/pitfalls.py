@@ -438,7 +438,7 @@ def world_size_right(rank):
 
 
 def set_device(index):
-    """What torch.accelerator.set_device_index does on a host with two GPUs, for one with none."""
+    """What torch.accelerator.set_device_index does on a node with two GPUs, for one with none."""
     print(f"device {index}" if index < 2 else f"device {index}: invalid device ordinal")
 
 
@@ -588,7 +588,7 @@ def in_place_right(rank):
 @program(hosts=2, leave=True)
 def relative_path_wrong(rank):
     if rank == 0:
-        torch.save({"epoch": 3}, "snapshot.pt")  # the run before: rank 0 saved, on its host
+        torch.save({"epoch": 3}, "snapshot.pt")  # the run before: rank 0 saved, on its node
     first = torch.load("snapshot.pt")["epoch"] if Path("snapshot.pt").exists() else 0
     print("starts at epoch", first)
     for epoch in range(first, 5):
@@ -603,7 +603,7 @@ def relative_path_wrong(rank):
 @program(hosts=2)
 def relative_path_right(rank):
     if rank == 0:
-        torch.save({"epoch": 3}, "snapshot.pt")  # the run before: rank 0 saved, on its host
+        torch.save({"epoch": 3}, "snapshot.pt")  # the run before: rank 0 saved, on its node
     box = [torch.load("snapshot.pt") if rank == 0 else None]
     dist.broadcast_object_list(box)
     first = box[0]["epoch"]

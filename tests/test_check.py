@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.jobs import TORCHRUN
+from helpers.jobs import SCRIPTS, TORCHRUN
 from helpers.parts import every_torchrun_script
 
 from common import check as checking
@@ -244,7 +244,7 @@ def test_rank_0_prints_sums_that_are_right(make, monkeypatch, capsys):
     assert capsys.readouterr().out == ""
 
 
-@every_torchrun_script
+@pytest.mark.parametrize("script", SCRIPTS[3:4])  # the other one's Trainer is the same
 def test_data_that_come_too_late_and_a_batch_that_is_too_small(make, capsys, script):
     module, trainer = make(script, "--model", "mlp", "--batch-size", 8)
     step = trainer._run_batch
@@ -264,6 +264,7 @@ def test_a_slow_rank_is_named(fork):
     assert re.search(r"^Verdict \| rank 1 is slow: [34]\d\d\.\d\d ms for", text, re.M), text
 
 
+@pytest.mark.slow("a ResNet on two ranks")
 def test_batchnorm_does_not_make_it_hang(fork):
     """Rank 0 sends its buffers to the others before a pass, but not where it computes alone."""
     options = ("--model", "resnet18", "--batch-size", 2, "--timeout", 60)

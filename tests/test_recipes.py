@@ -67,6 +67,7 @@ def photos(folder: Path) -> None:
                 )
 
 
+@pytest.mark.slow("four jobs of a ResNet")
 def test_images_from_disk_are_resumed_in_mid_epoch(tmp_path, train):
     photos(tmp_path / "photos")
     side = (("side = 224", "side = 32"),)
@@ -173,7 +174,9 @@ def test_warm_up_and_cosine_are_resumed_in_mid_epoch(tmp_path, train):
     assert load(tmp_path / "other.pt")["optimizer"]["param_groups"][0]["lr"] < 1e-9
 
 
-@pytest.mark.parametrize("amp", ["off", "fp16"])
+@pytest.mark.parametrize(
+    "amp", [pytest.param("off", marks=pytest.mark.slow("fp16 is quick")), "fp16"]
+)
 def test_clipping(tmp_path, train, amp):
     train("clip", 1, *SMALL, "--lr", 0, "--snapshot-path", "start.pt").finish()
     start = weights(tmp_path, "start.pt")
@@ -183,6 +186,7 @@ def test_clipping(tmp_path, train, amp):
     assert 0 < (weights(tmp_path) - start).norm() < 1e-4
 
 
+@pytest.mark.slow("three jobs")
 def test_groups_of_adamw_are_resumed(tmp_path, train):
     options = (*SMALL, "--lr", 0.001)
     (line,) = epochs(train("adamw", 1, *options).finish())
@@ -280,6 +284,7 @@ OWN = """        own = sum(parameter.to_local().numel() for parameter in model.p
 """
 
 
+@pytest.mark.slow("six jobs")
 def test_sharded_weights_are_those_of_ddp(tmp_path, train):
     """1,999 test samples: 4 batches on rank 0, and 3 on rank 1, where the fourth one is empty."""
     edits = (*FEWER, ("        self.model = model\n", "        self.model = model\n" + OWN))
