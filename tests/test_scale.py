@@ -14,24 +14,26 @@ DOUBLE = {"LADDER_DTYPE": "float64"}
 
 
 @pytest.mark.slow("32 processes")
-def test_32_processes_on_one_node(run, start, tmp_path, fashion):
+def test_32_processes_on_one_node(start, tmp_path, fashion):
     """The same job as on one device; stopped in mid-epoch and resumed; nobody is left behind."""
-    data = (*fashion(1_000, 97), "--model", "mlp", "--no-progress", "--log-interval", 1)
+    data = (*fashion(4_000, 97), "--model", "mlp", "--no-progress", "--log-interval", 1)
     many = (*data, "--batch-size", 4, "--nproc-per-node", 32)
-    one = run("single_gpu.py", 2, *data, "--batch-size", 128, "--snapshot-path", "one.pt", **DOUBLE)
-    text = run("ddp_spawn.py", 2, *many, "--snapshot-path", "whole.pt", **DOUBLE)
+    options = ("--batch-size", 128, "--snapshot-path", "one.pt")
+    one = start("single_gpu.py", 2, *data, *options, fork=True, **DOUBLE).finish()
+    options = ("--snapshot-path", "whole.pt")
+    text = start("ddp_spawn.py", 2, *many, *options, fork=True, **DOUBLE).finish(seconds=400)
     assert all(f"\n[rank {rank} of 32] " in f"\n{text}" for rank in range(32))
-    assert text.count("Epoch 1 | Batchsize: 4 | Steps: 8\n") == 32
-    assert losses(text) == pytest.approx(losses(one), abs=1e-6) and len(losses(text)) == 16
+    assert text.count("Epoch 1 | Batchsize: 4 | Steps: 32\n") == 32
+    assert losses(text) == pytest.approx(losses(one), abs=1e-6) and len(losses(text)) == 64
     assert [line["correct"] for line in epochs(text)] == [line["correct"] for line in epochs(one)]
     assert [line["total"] for line in epochs(text)] == [97, 97]
 
     job = start("ddp_spawn.py", 2, *many, fork=True, **DOUBLE)
-    job.wait_for(r"Epoch 1 \| Step 2 ")
+    job.wait_for(r"Epoch 1 \| Step 2 ", seconds=400)
     os.kill(job.process.pid, signal.SIGTERM)
     assert "Epoch 1 | Stopped at sample " in job.finish(128 + signal.SIGTERM)
-    assert 0 < load(tmp_path / "checkpoint.pt")["samples_seen"] < 1_000
-    run("ddp_spawn.py", 2, *many, "--resume", fork=True, **DOUBLE)
+    assert 0 < load(tmp_path / "checkpoint.pt")["samples_seen"] < 4_000
+    start("ddp_spawn.py", 2, *many, "--resume", fork=True, **DOUBLE).finish(seconds=400)
     assert same_bytes(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt"))
 
 
