@@ -10,8 +10,11 @@ The sentences are in docs/scaling.md: edit them there. This writes what stands b
 
 import json
 import math
+import multiprocessing
 import re
 import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -202,12 +205,13 @@ def measure() -> dict:
     import torch
     from helpers.files import idx_files
     from helpers.hosts import Hosts
-    from helpers.jobs import Job, command, epochs
+    from helpers.jobs import Job, command
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     plain = {"GLOO_SOCKET_IFNAME": "", "MASTER_ADDR": "", "MASTER_PORT": ""}
     runs = []
 
-    def on_nodes(hosts: Hosts, folder: Path, count: int, *arguments: object) -> str:
+    def start(hosts: Hosts, folder: Path, count: int, *arguments: object) -> list[Job]:
         jobs = []
         for rank in range(count):
             own = folder / f"node{rank}"
@@ -216,8 +220,7 @@ def measure() -> dict:
             where = ("--init-method", method, "--rank", rank, "--world-size", count)
             words = command("multinode.py", 2, 100, "--no-progress", *arguments, *where)
             jobs.append(Job(words, own, plain, fork=True, host=hosts.name(rank)))
-        texts = [job.finish(seconds=900) for job in jobs]
-        return texts[0]
+        return jobs
 
     for model, batch_size, link, steps in CASES:
         for accumulate in (1, 8):
@@ -228,37 +231,124 @@ def measure() -> dict:
                     data = idx_files(folder / "data", steps * batch_size * accumulate * count, 10)
                     options = ("--dataset", "fashion-mnist", "--data-dir", data, "--model", model)
                     options += ("--batch-size", batch_size, "--accumulate", accumulate)
-                    text = on_nodes(hosts, folder, count, *options)
+                    jobs = start(hosts, folder, count, *options, "--log-dir", "log")
+                    jobs[0].wait_for("^Epoch 0 ", seconds=900)
+                    before = processor_time()
+                    for job in jobs:
+                        job.finish(seconds=900)
+                    busy, total = (a - b for a, b in zip(processor_time(), before, strict=True))
                     run = {"model": model, "link": link, "accumulate": accumulate, "nodes": count}
-                    run["rate"] = epochs(text)[-1]["rate"]
+                    run["busy"] = round(busy / total, 3)
+                    events = EventAccumulator(str(folder / "node0" / "log")).Reload()
+                    run["rate"] = round(events.Scalars("samples_per_second")[-1].value, 2)
                     if count == 2:
-                        text = on_nodes(hosts, folder, count, *options, "--check")
-                        run["check"] = text[text.index("All-reduce | ") :].splitlines()
+                        jobs = start(hosts, folder, count, *options, "--check")
+                        text, _ = (job.finish(seconds=900) for job in jobs)
+                        run["check"] = text[text.index("All-reduce | ") :].splitlines()[:-1]
                     runs.append(run)
                     print(run, flush=True)
     machine = f"{platform.machine()}, {torch.get_num_threads()} CPU cores"
-    return {"machine": machine, "torch": torch.__version__, "runs": runs}
+    return {"machine": machine, "torch": torch.__version__, "runs": runs, "samplers": samplers()}
+
+
+def processor_time() -> tuple[int, int]:
+    """Of all cores since the machine's start: busy, and all of it, in the kernel's ticks."""
+    ticks = list(map(int, Path("/proc/stat").read_text().split()[1:9]))
+    return sum(ticks) - ticks[3] - ticks[4], sum(ticks)  # without idle and waiting for the disk
+
+
+SAMPLES = 100_000_000
+
+
+def samplers() -> list[dict]:
+    """What a sampler costs one rank of many; each in a process of its own, for its memory."""
+    context = multiprocessing.get_context("spawn")
+    rows = []
+    for ranks in (8, 1024):
+        for ours in (False, True):
+            with ProcessPoolExecutor(1, context) as process:
+                rows.append(process.submit(sample, ours, ranks).result())
+            print(rows[-1], flush=True)
+    return rows
+
+
+def sample(ours: bool, ranks: int) -> dict:
+    """An epoch of batches of 32, in seconds and bytes."""
+    import resource
+
+    from torch.utils.data import BatchSampler, DistributedSampler
+
+    from common.data import ShardedBatchSampler
+
+    def peak() -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def held() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    batches = ShardedBatchSampler(range(SAMPLES), 32, num_replicas=ranks, rank=0, seed=0)
+    if not ours:
+        theirs = DistributedSampler(range(SAMPLES), num_replicas=ranks, rank=0)
+        batches = BatchSampler(theirs, 32, drop_last=False)
+    before = held()
+    start = time.perf_counter()
+    steps = iter(batches)
+    next(steps)
+    first = time.perf_counter() - start
+    during = held()
+    count = sum(1 for _ in steps)
+    each = (time.perf_counter() - start - first) / count
+    figures = {"first": first, "step": each, "peak": peak() - before, "held": during - before}
+    return {"ours": ours, "ranks": ranks, "steps": count + 1, **figures}
+
+
+def foreseen(check: list[str]) -> list[float]:
+    """Samples per second of eight nodes, from what --check printed on two: with cores of their own,
+    and with one core for four of them, which compute one after the other.
+    """
+
+    def number(pattern: str) -> float:
+        return float(re.search(pattern + r" ([\d.]+)", "\n".join(check))[1])
+
+    samples = 4 * number("Measured .*\\|") * number("Step \\|") / 1e3  # eight nodes' per step
+    rate = number("Predicted \\| 8 nodes \\|")
+    return [rate, samples / (samples / rate + 3 * number("compute") / 1e3)]
 
 
 def measured(result: dict) -> list[str]:
-    head = "| model, link, `--accumulate` | " + " | ".join(str(count) for count in NODES)
-    rows = [f"{head} | 8, predicted | error |", "| --- |" + " --- |" * (len(NODES) + 2)]
-    keys = dict.fromkeys((run["model"], run["link"], run["accumulate"]) for run in result["runs"])
-    for key in keys:
-        runs = [
-            run for run in result["runs"] if (run["model"], run["link"], run["accumulate"]) == key
-        ]
-        rates = {run["nodes"]: run["rate"] for run in runs}
-        (check,) = (run["check"] for run in runs if run["nodes"] == 2)
-        (foreseen,) = (
-            float(found[1])
-            for line in check
-            if (found := re.match(r"Predicted \| 8 nodes \| (\d+) samples/s", line))
-        )
-        cells = [f"{rates[count]:,.0f}" for count in NODES]
-        cells += [f"{foreseen:,.0f}", f"{foreseen / rates[8] - 1:+.0%}"]
-        rows.append(f"| {key[0]}, {key[1]}/s, {key[2]} | " + " | ".join(cells) + " |")
-    rows += ["", f"({result['machine']}, torch {result['torch']}; samples per second.)"]
+    """What ran, and what --check on two nodes had said of eight."""
+
+    def digits(rate: float) -> str:
+        return f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}"
+
+    rows = ["| samples per second on | 1 node | " + " | ".join(map(str, NODES[1:])) + " |"]
+    rows.append("| --- |" + " --- |" * len(NODES))
+    errors = ["| 8 nodes | cores busy | measured | predicted | error | cores counted | error |"]
+    errors.append("| --- |" + " --- |" * 6)
+    runs = {}
+    for run in result["runs"]:
+        key = (run["model"], run["link"], run["accumulate"])
+        runs.setdefault(key, {})[run["nodes"]] = run
+    for (model, link, accumulate), by_nodes in runs.items():
+        link = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s"}[link]
+        name = f"{model}, {link}, `--accumulate {accumulate}`"
+        rates = [by_nodes[count]["rate"] for count in NODES]
+        rows.append(f"| {name} | {' | '.join(map(digits, rates))} |")
+        cells = [name, f"{by_nodes[8]['busy']:.0%}", digits(rates[-1])]
+        for rate in foreseen(by_nodes[2]["check"]):
+            cells += [digits(rate), f"{rate / rates[-1] - 1:+.0%}"]
+        errors.append(f"| {' | '.join(cells)} |")
+    return [*rows, "", *errors, "", f"({result['machine']}, torch {result['torch']}.)"]
+
+
+def sampled(result: dict) -> list[str]:
+    rows = ["| ranks | sampler | first batch | each step | peak memory | during the epoch |"]
+    rows.append("| --- |" + " --- |" * 5)
+    for row in result["samplers"]:
+        name = "`ShardedBatchSampler`" if row["ours"] else "`DistributedSampler`"
+        cells = [f"{row['ranks']:,}", name, f"{row['first']:.1f} s", f"{row['step'] * 1e6:.1f} µs"]
+        cells += [f"{row[name] / 1e9:.2f} GB" for name in ("peak", "held")]
+        rows.append(f"| {' | '.join(cells)} |")
     return rows
 
 
@@ -297,10 +387,11 @@ def plot(path: Path) -> None:
     figure.savefig(path, metadata={"Date": None})
 
 
-def written(page: str, result: dict | None) -> str:
+def written(page: str, result: dict) -> str:
     """The page with what this program knows between its marks."""
     parts = {
-        **({"measured": measured(result)} if result else {}),
+        "measured": measured(result),
+        "samplers": sampled(result),
         "resnet": predicted(RESNET),
         "gpt2": predicted(GPT2),
         "remedies": remedies(),
@@ -318,6 +409,5 @@ def written(page: str, result: dict | None) -> str:
 if __name__ == "__main__":
     if sys.argv[1:] == ["measure"]:
         DATA.write_text(json.dumps(measure(), indent=1) + "\n")
-    result = json.loads(DATA.read_text()) if DATA.exists() else None
-    PAGE.write_text(written(PAGE.read_text(), result))
+    PAGE.write_text(written(PAGE.read_text(), json.loads(DATA.read_text())))
     plot(PICTURE)

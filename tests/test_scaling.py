@@ -17,8 +17,7 @@ JOB = scaling.Job("a job", 100e6, 0.3, "")
 
 def test_the_page_is_what_the_command_would_write():
     page = scaling.PAGE.read_text()
-    result = json.loads(scaling.DATA.read_text()) if scaling.DATA.exists() else None
-    assert scaling.written(page, result) == page
+    assert scaling.written(page, json.loads(scaling.DATA.read_text())) == page
     assert "<text" in scaling.PICTURE.read_text()  # letters, not outlines
     for name in re.findall(r"\]\(([\w/.-]+)[)#]", page):
         assert (ROOT / "docs" / name).exists(), name
