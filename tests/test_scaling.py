@@ -64,3 +64,18 @@ def test_results_on_a_network_lie_within_the_bands():
         low, high = scaling.efficiencies(job, devices, link)
         inside.append(low <= share <= high)
     assert inside == [True, True, True, False, False]
+
+
+def test_eight_nodes_do_what_was_predicted_where_the_link_decides():
+    """Where the cores that all nodes share have time to spare. The page's words, in numbers."""
+    runs = json.loads(scaling.DATA.read_text())["runs"]
+    by_key = {(run["model"], run["link"], run["accumulate"], run["nodes"]): run for run in runs}
+    eight = [run for run in runs if run["nodes"] == 8]
+    assert len(eight) == 2 * len(scaling.CASES)
+    for run in eight:
+        check = by_key[run["model"], run["link"], run["accumulate"], 2]["check"]
+        predicted, counted = (rate / run["rate"] for rate in scaling.foreseen(check))
+        if run["link"] == "100mbit":
+            assert run["busy"] < 0.75 and abs(predicted - 1) < 0.2 and abs(counted - 1) < 0.05, run
+        else:
+            assert run["busy"] > 0.9 and 2 < predicted < 4, run
