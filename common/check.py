@@ -240,8 +240,8 @@ def report(ranks: list[Rank], size: int, steps: int, accumulate: int) -> list[st
         name = f"{now}, --accumulate {4 * accumulate}"
         rows.append(("Predicted", name, 4 * samples / longer, 4 * useful / longer))
     for kind, name, rate, efficiency in rows:
-        digits = 0 if rate >= 100 else 1
-        lines.append(f"{kind} | {name} | {rate:.{digits}f} samples/s | efficiency {efficiency:.0%}")
+        rate = round(rate, 1 if rate < 100 else None)
+        lines.append(f"{kind} | {name} | {rate} samples/s | efficiency {efficiency:.0%}")
     if nodes == 1:
         lines.append("Predicted | more nodes | not known before two of them have run this")
     return [*lines, f"Verdict | {verdict(ranks, step, sent)}"]
