@@ -62,6 +62,9 @@ def test_the_lines_of_one_node():
         "Predicted | 2 processes on one node, --accumulate 4 | 649 samples/s | efficiency 88%",
         "Predicted | more nodes | not known before two of them have run this",
     ]
+    few = [dataclasses.replace(rank, samples=3) for rank in two]
+    line = report(few, size=48_000_000, steps=50, accumulate=1)[4]
+    assert line.endswith("| 64.9 samples/s | efficiency 88%")
     lines = report(two[:1], size=48_000_000, steps=50, accumulate=1)
     assert lines[1] == "Step | 100.00 ms: data 1.00, compute 89.00"
     assert [line.split(" | ")[1] for line in lines[3:5]] == ["1 process", "more nodes"]
