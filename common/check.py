@@ -44,7 +44,7 @@ class Rank:
 def check(trainer: Any) -> None:
     """Time the parts of a step. On rank 0, print where its time goes and what would be faster.
 
-    All ranks must call this. It takes some ten seconds, or about fifty steps where these are slow.
+    All ranks must call this. It takes some ten seconds, or about twenty steps where these are slow.
 
     Args:
         trainer: has `model` (DDP), `device`, `optimizer`, `world_size`, `train_data` (yields
@@ -56,7 +56,8 @@ def check(trainer: Any) -> None:
         SystemExit: a sum that an all-reduce has made is wrong.
     """
     rank, world_size = dist.get_rank(), trainer.world_size
-    count = sum(parameter.numel() for parameter in trainer.model.parameters())
+    parameters = trainer.model.parameters()
+    count = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     gradient = torch.full((count,), rank + 1.0, device=trainer.device)
     dist.all_reduce(gradient)
     wrong = (gradient != world_size * (world_size + 1) / 2).sum()
@@ -75,7 +76,7 @@ def measure(trainer: Any, gradient: torch.Tensor) -> Rank:
 
     Args:
         trainer: as in `check`.
-        gradient: as many numbers as the model's parameters; zeros, as their sum must stay finite.
+        gradient: as many numbers as DDP sends; zeros, as their sum must stay finite.
     """
     device = trainer.device
     batches = itertools.chain.from_iterable(itertools.repeat(trainer.train_data))
@@ -227,6 +228,9 @@ def report(ranks: list[Rank], size: int, steps: int, accumulate: int) -> list[st
     now = f"{nodes} nodes" if nodes > 1 else f"{world_size} processes on one node"
     now = now if world_size > 1 else "1 process"
     rows = [("Measured", now, samples / step, useful / step)]
+    alone = ranks[0].samples / useful
+    if world_size > 1:
+        rows.append(("Predicted", "1 process", alone, 1.0))
     if nodes > 1:
         hops = 2 * (world_size - 1)  # messages of a ring, see all_reduce_seconds
         latency = min(reduce, max(rank.latency for rank in ranks)) / hops
@@ -244,7 +248,10 @@ def report(ranks: list[Rank], size: int, steps: int, accumulate: int) -> list[st
         lines.append(f"{kind} | {name} | {rate} samples/s | efficiency {efficiency:.0%}")
     if nodes == 1:
         lines.append("Predicted | more nodes | not known before two of them have run this")
-    return [*lines, f"Verdict | {verdict(ranks, step, sent)}"]
+    sentence = verdict(ranks, step, sent)
+    if world_size > 1 and alone > samples / step:
+        sentence += "; 1 process alone is faster"
+    return [*lines, f"Verdict | {sentence}"]
 
 
 def verdict(ranks: list[Rank], step: float, sent: float) -> str:

@@ -47,6 +47,7 @@ def test_the_lines_of_several_nodes():
         "Step | 104.00 ms: data 1.25, compute 89.00, waiting for rank 2 1.75, all-reduce 12.00",
         "Epoch | 50 steps | about 5.2 s",
         "Measured | 2 nodes | 1154 samples/s | efficiency 78%",
+        "Predicted | 1 process | 369 samples/s | efficiency 100%",
         "Predicted | 4 nodes | 2142 samples/s | efficiency 73%",
         "Predicted | 8 nodes | 4051 samples/s | efficiency 69%",
         "Predicted | 16 nodes | 7588 samples/s | efficiency 64%",
@@ -59,15 +60,22 @@ def test_the_lines_of_one_node():
     two = [FOUR[0], FOUR[1]]
     assert report(two, size=48_000_000, steps=50, accumulate=1)[3:-1] == [
         "Measured | 2 processes on one node | 600 samples/s | efficiency 81%",
+        "Predicted | 1 process | 370 samples/s | efficiency 100%",
         "Predicted | 2 processes on one node, --accumulate 4 | 649 samples/s | efficiency 88%",
         "Predicted | more nodes | not known before two of them have run this",
     ]
     few = [dataclasses.replace(rank, samples=3) for rank in two]
-    line = report(few, size=48_000_000, steps=50, accumulate=1)[4]
+    line = report(few, size=48_000_000, steps=50, accumulate=1)[5]
     assert line.endswith("| 64.9 samples/s | efficiency 88%")
     lines = report(two[:1], size=48_000_000, steps=50, accumulate=1)
     assert lines[1] == "Step | 100.00 ms: data 1.00, compute 89.00"
     assert [line.split(" | ")[1] for line in lines[3:5]] == ["1 process", "more nodes"]
+
+
+def test_one_process_that_is_faster_than_all_is_named():
+    for step, ending in ((0.3, "--batch-size"), (0.34, "; 1 process alone is faster")):
+        slow = [dataclasses.replace(rank, step=step) for rank in FOUR]  # 120 samples; alone 369/s
+        assert report(slow, size=48_000_000, steps=50, accumulate=1)[-1].endswith(ending)
 
 
 @pytest.mark.parametrize(
@@ -245,6 +253,14 @@ def test_rank_0_prints_sums_that_are_right(make, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="sums of the all-reduce are wrong"):
         module.check(trainer)
     assert capsys.readouterr().out == ""
+
+
+def test_weights_that_are_not_trained_are_not_sent(make, monkeypatch, capsys):
+    module, trainer = make("multinode.py", "--model", "mlp")
+    next(trainer.model.parameters()).requires_grad_(False)  # 784 x 512 of 669,706
+    monkeypatch.setattr(checking, "measure", lambda trainer, gradient: FAST)
+    module.check(trainer)
+    assert "\nAll-reduce | 1.07 MB |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("script", SCRIPTS[3:4])  # the other one's Trainer is the same

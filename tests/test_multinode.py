@@ -425,8 +425,8 @@ def test_check_finds_the_speed_of_the_link_and_predicts_the_epoch(hosts, tmp_pat
         text = on_both(*arguments, "--check", "--snapshot-path", "check.pt")
         assert not list(tmp_path.glob("host*/check.pt"))
         reduce, speed, predicted[accumulate] = figures(text)
-        rows = re.findall(r"^(?:Measured|Predicted) \| (.*) \| (\d+) samples/s", text, re.M)
-        rates[accumulate] = {name: int(rate) for name, rate in rows}
+        rows = re.findall(r"^(?:Measured|Predicted) \| (.*) \| ([\d.]+) samples/s", text, re.M)
+        rates[accumulate] = {name: float(rate) for name, rate in rows}
         assert 0.09 < speed * 8 < 0.13, text  # Gbit/s, with tbf's burst on top
         assert 200 < reduce < 250, text  # 2.7 MB
         if accumulate == 1:
@@ -436,7 +436,7 @@ def test_check_finds_the_speed_of_the_link_and_predicts_the_epoch(hosts, tmp_pat
         # The second host halves the steps.
         assert f"[CPU0] Epoch 0 | Batchsize: 16 | Steps: {-(-500 // (32 * accumulate))}\n" in text
     # Four nodes send 1.5 times as much in a step as two, and four micro-batches as much as one.
-    names = ["2 nodes", "4 nodes", "8 nodes", "16 nodes", "2 nodes, --accumulate 4"]
+    names = ["2 nodes", "1 process", "4 nodes", "8 nodes", "16 nodes", "2 nodes, --accumulate 4"]
     assert list(rates[1]) == names
     assert rates[1]["4 nodes"] == pytest.approx(rates[1]["2 nodes"] * 2 / 1.5, rel=0.1)
     assert rates[1]["2 nodes, --accumulate 4"] > 3 * rates[1]["2 nodes"]
