@@ -1,17 +1,20 @@
 """Why is it slower with more devices? Step times predicted, and measured on the tests' nodes.
 
     python docs/scaling.py             write docs/scaling.md and the picture, from scaling.json
-    python docs/scaling.py measure     first measure: half an hour, with nothing beside it, as root,
-                                       with iproute2 and `pip install '.[test,bench]'`
+    python docs/scaling.py measure     first measure: an hour, with nothing beside it, as root, with
+                                       iproute2 and `pip install '.[test,bench]'`
 
 The sentences are in docs/scaling.md: edit them there. This writes what stands between the marks
 `<!-- name -->` and `<!-- end -->`.
 """
 
+import itertools
 import json
 import math
 import multiprocessing
+import os
 import re
+import statistics
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -31,6 +34,9 @@ PICTURE = PAGE.with_suffix(".svg")
 # --- the model ------------------------------------------------------------------------------------
 
 
+BUCKET = 25 * 2**20  # bytes; DDP's bucket_cap_mb
+
+
 class Job(NamedTuple):
     """What one device does in a step, by itself."""
 
@@ -38,6 +44,7 @@ class Job(NamedTuple):
     gradient: float  # bytes
     seconds: float  # to compute
     source: str
+    last: float = BUCKET  # bytes that are ready only when the backward pass has ended
 
 
 class Link(NamedTuple):
@@ -49,21 +56,20 @@ class Link(NamedTuple):
 # Seconds per message in NCCL's own model of itself: protocol Simple in nccl/src/graph/tuning.cc.
 NVLINK_LATENCY, NETWORK_LATENCY = 3.4e-6, 14e-6
 BACKWARD = 2 / 3  # of a step's arithmetic: gradients of the inputs and of the weights
-BUCKET = 25 * 2**20  # bytes; DDP's bucket_cap_mb
 
 
-def reduce_seconds(devices: int, size: float, link: Link) -> float:
+def reduce_seconds(devices: int, size: float, link: Link, buckets: int = 1) -> float:
     """An all-reduce of `size` bytes: a ring of all devices, which leaves each node once.
 
     NCCL takes a tree where a ring's many messages would take longer: the same bytes, and messages
-    only up and down its levels.
+    only up and down its levels. Each bucket is an all-reduce of its own, with its own messages.
     """
     nodes = math.ceil(devices / link.devices)
     latency = NETWORK_LATENCY if nodes > 1 else NVLINK_LATENCY
-    ring = all_reduce_seconds(devices, size, latency, link.bandwidth)
+    ring = all_reduce_seconds(devices, size, buckets * latency, link.bandwidth)
     hops = 2 * (min(devices, link.devices) - 1) * NVLINK_LATENCY
     hops += 2 * math.ceil(math.log2(nodes)) * NETWORK_LATENCY
-    tree = hops + all_reduce_seconds(devices, size, 0, link.bandwidth)
+    tree = buckets * hops + all_reduce_seconds(devices, size, 0, link.bandwidth)
     return min(ring, tree)
 
 
@@ -72,13 +78,14 @@ def step_seconds(
 ) -> tuple[float, float]:
     """A step's time if nothing of the all-reduce is hidden, and if all is hidden that can be.
 
-    The all-reduce may begin with the first bucket of gradients, and the last bucket has nothing to
-    hide behind. With accumulation only the last backward pass hides it.
+    The all-reduce may begin with the first bucket of gradients, and what is ready last has nothing
+    to hide behind. With accumulation only the last backward pass hides it.
     """
+    buckets = math.ceil(job.gradient / BUCKET)
     size = job.gradient / (2 if bf16 else 1)
-    reduce = reduce_seconds(devices, size, link)
+    reduce = reduce_seconds(devices, size, link, buckets)
     compute = accumulate * job.seconds
-    last = reduce * min(1.0, BUCKET / job.gradient)
+    last = reduce * min(1.0, job.last / job.gradient)
     hidden = min(reduce - last, BACKWARD * job.seconds)
     return compute + reduce, compute + reduce - hidden
 
@@ -89,6 +96,10 @@ def efficiencies(job: Job, devices: int, link: Link, accumulate: int = 1, bf16: 
     return [compute / seconds for seconds in step_seconds(job, devices, link, accumulate, bf16)]
 
 
+def digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
+
+
 def span(low: float, high: float) -> str:
     low, high = f"{low:.0%}", f"{high:.0%}"
     return low if low == high else f"{low[:-1]} to {high}"
@@ -97,12 +108,34 @@ def span(low: float, high: float) -> str:
 # --- predicted ------------------------------------------------------------------------------------
 
 RESNET = Job("ResNet-50, batch 256, mixed precision", 25.56e6 * 4, 256 / 2470, "[1]")
-GPT2 = Job("GPT-2 of 124M, 12 x 1,024 tokens, bf16", 124.4e6 * 4, 12 * 1024 / 106_700, "[2]")
+# The first layer and the last share their weights, 50,257 x 768: one gradient, ready at the end.
+GPT2 = Job(
+    "GPT-2 of 124M, 12 x 1,024 tokens, bf16",
+    124.4e6 * 4,
+    12 * 1024 / 106_700,
+    "[2]",
+    last=50_257 * 768 * 4,
+)
 LINKS = [
     *(Link(f"{gigabits} Gbit/s", gigabits * 1e9 / 8, 8) for gigabits in (1, 10, 25, 100, 400)),
     Link("NVLink (A100), one node", 300e9, 8),
 ]
 COUNTS = (2, 8, 16, 64, 256, 1024)
+
+
+def inputs() -> list[str]:
+    rows = ["| one device | a step's computing | gradient | of it ready last | source |"]
+    rows.append("| --- |" + " --- |" * 4)
+    for job in (RESNET, GPT2):
+        sizes = [f"{size / 1e6:.0f} MB" for size in (job.gradient, job.last)]
+        cells = (job.name, f"{job.seconds * 1e3:.1f} ms", *sizes, job.source)
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+def placed(link: Link, devices: int) -> Link:
+    """Each device is a node of its own, until there are more than eight."""
+    return link._replace(devices=1 if devices <= 8 else 8)
 
 
 def predicted(job: Job) -> list[str]:
@@ -112,14 +145,12 @@ def predicted(job: Job) -> list[str]:
     ]
     for link in LINKS:
         one_node = link.name.startswith("NVLink")
-        # On a network each device is a node of its own, until there are more than eight nodes.
         cells = []
         for count in COUNTS:
             if one_node:
                 cells.append(span(*efficiencies(job, count, link)) if count <= 8 else "")
             else:
-                per_node = 1 if count <= 8 else 8
-                cells.append(span(*efficiencies(job, count, link._replace(devices=per_node))))
+                cells.append(span(*efficiencies(job, count, placed(link, count))))
         rows.append(f"| {link.name} | " + " | ".join(cells) + " |")
     return rows
 
@@ -144,10 +175,13 @@ def strong() -> list[str]:
         times = []
         for count in counts:
             part = RESNET._replace(seconds=8192 / 2470 / count)
-            times.append(step_seconds(part, count, link)[0] if count > 1 else part.seconds)
+            alone = count == 1
+            times.append(
+                part.seconds if alone else step_seconds(part, count, placed(link, count))[0]
+            )
         faster = {count: times[0] / time for count, time in zip(counts, times, strict=True)}
-        pays = [count for count in counts[2:] if faster[count] >= 1.5 * faster[count // 2]]
-        cells = [f"{faster[count]:.1f} times" for count in (8, 64, 256, 1024)]
+        pays = [count for count in counts[1:] if faster[count] >= 1.5 * faster[count // 2]]
+        cells = [f"{digits(faster[count])} times" for count in (8, 64, 256, 1024)]
         rows.append(f"| {link.name} | {' | '.join(cells)} | {max(pays, default=1):,} |")
     return rows
 
@@ -157,7 +191,7 @@ def strong() -> list[str]:
 PUBLISHED = [  # a job, its link, devices, and the efficiency that was published, with its source
     (Job("Inception V3", 23.8e6 * 4, 64 / 142, "[3]"), Link("25 Gbit/s", 25e9 / 8, 4), 512, 0.90),
     (
-        Job("ResNet-101", 44.5e6 * 4, 64 * 16 / 1656.82, "[3]"),
+        Job("ResNet-101, from 16 devices", 44.5e6 * 4, 64 * 16 / 1656.82, "[3]"),
         Link("25 Gbit/s", 25e9 / 8, 4),
         512,
         0.90,
@@ -188,11 +222,11 @@ def published() -> list[str]:
 # --- measured -------------------------------------------------------------------------------------
 
 NODES = (1, 2, 3, 4, 6, 8)
-CASES = [  # model, samples per step and node, link, steps per epoch
-    ("mlp", 8, "100mbit", 20),
-    ("mlp", 8, "1gbit", 60),
-    ("resnet18", 2, "100mbit", 4),
-    ("resnet18", 2, "1gbit", 10),
+CASES = [  # model, samples per pass and node, link, steps per epoch: on one node, on several
+    ("mlp", 8, "100mbit", 2000, 20),
+    ("mlp", 8, "1gbit", 2000, 60),
+    ("resnet18", 2, "100mbit", 40, 4),
+    ("resnet18", 2, "1gbit", 40, 10),
 ]
 
 
@@ -218,43 +252,47 @@ def measure() -> dict:
             own.mkdir(exist_ok=True)
             method = f"tcp://{hosts.address(0)}:22225"
             where = ("--init-method", method, "--rank", rank, "--world-size", count)
-            words = command("multinode.py", 2, 100, "--no-progress", *arguments, *where)
+            words = command("multinode.py", 4, 100, "--no-progress", *arguments, *where)
             jobs.append(Job(words, own, plain, fork=True, host=hosts.name(rank)))
         return jobs
 
-    for model, batch_size, link, steps in CASES:
+    for model, batch_size, link, alone, several in CASES:
         for accumulate in (1, 8):
             for count in NODES:
+                samples = (alone if count == 1 else several * count) * batch_size * accumulate
                 with tempfile.TemporaryDirectory() as name, Hosts(count) as hosts:
                     hosts.shape(link)
                     folder = Path(name)
-                    data = idx_files(folder / "data", steps * batch_size * accumulate * count, 10)
+                    data = idx_files(folder / "data", samples, 10)
                     options = ("--dataset", "fashion-mnist", "--data-dir", data, "--model", model)
                     options += ("--batch-size", batch_size, "--accumulate", accumulate)
                     jobs = start(hosts, folder, count, *options, "--log-dir", "log")
                     jobs[0].wait_for("^Epoch 0 ", seconds=900)
                     before = processor_time()
+                    jobs[0].wait_for("^Epoch 3 ", seconds=900)
+                    busy, total = (a - b for a, b in zip(processor_time(), before, strict=True))
                     for job in jobs:
                         job.finish(seconds=900)
-                    busy, total = (a - b for a, b in zip(processor_time(), before, strict=True))
                     run = {"model": model, "link": link, "accumulate": accumulate, "nodes": count}
                     run["busy"] = round(busy / total, 3)
                     events = EventAccumulator(str(folder / "node0" / "log")).Reload()
-                    run["rate"] = round(events.Scalars("samples_per_second")[-1].value, 2)
+                    scalars = events.Scalars("samples_per_second")[1:]
+                    run["rates"] = [round(scalar.value, 2) for scalar in scalars]
                     if count == 2:
                         jobs = start(hosts, folder, count, *options, "--check")
                         text, _ = (job.finish(seconds=900) for job in jobs)
                         run["check"] = text[text.index("All-reduce | ") :].splitlines()[:-1]
                     runs.append(run)
                     print(run, flush=True)
-    machine = f"{platform.machine()}, {torch.get_num_threads()} CPU cores"
+    machine = f"{platform.machine()}, {os.cpu_count()} CPU cores"
     return {"machine": machine, "torch": torch.__version__, "runs": runs, "samplers": samplers()}
 
 
 def processor_time() -> tuple[int, int]:
     """Of all cores since the machine's start: busy, and all of it, in the kernel's ticks."""
     ticks = list(map(int, Path("/proc/stat").read_text().split()[1:9]))
-    return sum(ticks) - ticks[3] - ticks[4], sum(ticks)  # without idle and waiting for the disk
+    idle, disk, stolen = ticks[3], ticks[4], ticks[7]  # the last is what other machines got
+    return sum(ticks) - idle - disk - stolen, sum(ticks)
 
 
 SAMPLES = 100_000_000
@@ -295,50 +333,86 @@ def sample(ours: bool, ranks: int) -> dict:
     steps = iter(batches)
     next(steps)
     first = time.perf_counter() - start
-    during = held()
-    count = sum(1 for _ in steps)
-    each = (time.perf_counter() - start - first) / count
-    figures = {"first": first, "step": each, "peak": peak() - before, "held": during - before}
-    return {"ours": ours, "ranks": ranks, "steps": count + 1, **figures}
+    start = time.perf_counter()
+    for _ in itertools.islice(steps, 2000):  # not to its end, where the memory is given back
+        pass
+    each = (time.perf_counter() - start) / 2000
+    figures = {"first": first, "step": each, "peak": peak() - before, "held": held() - before}
+    return {"ours": ours, "ranks": ranks, **figures}
 
 
-def foreseen(check: list[str]) -> list[float]:
-    """Samples per second of eight nodes, from what --check printed on two: with cores of their own,
-    and with one core for four of them, which compute one after the other.
+def printed(check: list[str], pattern: str) -> float:
+    """A number that --check printed."""
+    return float(re.search(pattern + r" ([\d.]+)", "\n".join(check))[1])
+
+
+def foreseen(check: list[str], nodes: int, samples: int) -> list[float]:
+    """Samples per second of 4 or 8 nodes, by --check on two of them.
+
+    First with cores of their own, as --check has it; then with two cores for all. On two nodes each
+    had one of these; now nodes / 2 of them compute on each, one after the other.
     """
-
-    def number(pattern: str) -> float:
-        return float(re.search(pattern + r" ([\d.]+)", "\n".join(check))[1])
-
-    samples = 4 * number("Measured .*\\|") * number("Step \\|") / 1e3  # eight nodes' per step
-    rate = number("Predicted \\| 8 nodes \\|")
-    return [rate, samples / (samples / rate + 3 * number("compute") / 1e3)]
+    rate = printed(check, rf"Predicted \| {nodes} nodes \|")
+    turns = (nodes / 2 - 1) * printed(check, "compute") / 1e3
+    return [rate, samples * nodes / (samples * nodes / rate + turns)]
 
 
-def measured(result: dict) -> list[str]:
-    """What ran, and what --check on two nodes had said of eight."""
+def accumulated(check: list[str], samples: int) -> float:
+    """Samples per second of two nodes with --accumulate 8, by --check without it."""
+    step = printed(check, r"Step \|") - printed(check, "all-reduce")
+    return 2 * 8 * samples / (8 * step + printed(check, "all-reduce")) * 1e3
 
-    def digits(rate: float) -> str:
-        return f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}"
 
-    rows = ["| samples per second on | 1 node | " + " | ".join(map(str, NODES[1:])) + " |"]
-    rows.append("| --- |" + " --- |" * len(NODES))
-    errors = ["| 8 nodes | cores busy | measured | predicted | error | cores counted | error |"]
-    errors.append("| --- |" + " --- |" * 6)
+def by_case(result: dict) -> dict:
+    """{(model, link, accumulate): {nodes: its run}}"""
     runs = {}
     for run in result["runs"]:
         key = (run["model"], run["link"], run["accumulate"])
-        runs.setdefault(key, {})[run["nodes"]] = run
-    for (model, link, accumulate), by_nodes in runs.items():
-        link = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s"}[link]
-        name = f"{model}, {link}, `--accumulate {accumulate}`"
-        rates = [by_nodes[count]["rate"] for count in NODES]
-        rows.append(f"| {name} | {' | '.join(map(digits, rates))} |")
-        cells = [name, f"{by_nodes[8]['busy']:.0%}", digits(rates[-1])]
-        for rate in foreseen(by_nodes[2]["check"]):
-            cells += [digits(rate), f"{rate / rates[-1] - 1:+.0%}"]
-        errors.append(f"| {' | '.join(cells)} |")
-    return [*rows, "", *errors, "", f"({result['machine']}, torch {result['torch']}.)"]
+        runs.setdefault(key, {})[run["nodes"]] = run | {"rate": statistics.median(run["rates"])}
+    return runs
+
+
+PER_PASS = {model: samples for model, samples, *_ in CASES}
+NAMES = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s"}
+
+
+def measured(result: dict) -> list[str]:
+    """What ran."""
+    rows = ["| samples per second on | 1 node | " + " | ".join(map(str, NODES[1:])) + " | busy |"]
+    rows.append("| --- |" + " --- |" * (len(NODES) + 1))
+    for (model, link, accumulate), runs in by_case(result).items():
+        cells = [f"{model}, {NAMES[link]}, `--accumulate {accumulate}`"]
+        cells += [digits(runs[nodes]["rate"]) for nodes in NODES] + [f"{runs[8]['busy']:.0%}"]
+        rows.append(f"| {' | '.join(cells)} |")
+    return [*rows, "", f"({result['machine']}, torch {result['torch']}, gloo.)"]
+
+
+def compared(result: dict) -> list[str]:
+    """What --check on two nodes had said of four and of eight, and the error."""
+    rows = ["| by `--check` on 2 nodes | 4 nodes | 8 nodes | 4, cores counted | 8, cores counted |"]
+    rows.append("| --- |" + " --- |" * 4)
+    for (model, link, accumulate), runs in by_case(result).items():
+        cells = [f"{model}, {NAMES[link]}, `--accumulate {accumulate}`"]
+        samples = PER_PASS[model] * accumulate
+        foretold = [foreseen(runs[2]["check"], nodes, samples) for nodes in (4, 8)]
+        for rates in zip(*foretold, strict=True):
+            for rate, nodes in zip(rates, (4, 8), strict=True):
+                cells.append(f"{digits(rate)} ({rate / runs[nodes]['rate'] - 1:+.0%})")
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+def frugal(result: dict) -> list[str]:
+    """What --check without --accumulate had said of it, on the same two nodes."""
+    rows = ["| 2 nodes, `--accumulate 8` | predicted | measured |", "| --- | --- | --- |"]
+    runs = by_case(result)
+    for model, link, accumulate in runs:
+        if accumulate == 1:
+            rate = accumulated(runs[model, link, 1][2]["check"], PER_PASS[model])
+            truth = runs[model, link, 8][2]["rate"]
+            error = f"{digits(rate)} ({rate / truth - 1:+.0%})"
+            rows.append(f"| {model}, {NAMES[link]} | {error} | {digits(truth)} |")
+    return rows
 
 
 def sampled(result: dict) -> list[str]:
@@ -365,10 +439,7 @@ def plot(path: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
     counts = [2**power for power in range(1, 11)]
     for link in reversed(LINKS[:-1]):
-        shares = [
-            efficiencies(RESNET, count, link._replace(devices=1 if count <= 8 else 8))
-            for count in counts
-        ]
+        shares = [efficiencies(RESNET, count, placed(link, count)) for count in counts]
         left.fill_between(counts, *zip(*shares, strict=True), alpha=0.4, label=link.name)
     left.set_title("Predicted: ResNet-50 on A100s")
     for job, link, devices, share in PUBLISHED[:3]:
@@ -391,7 +462,10 @@ def written(page: str, result: dict) -> str:
     """The page with what this program knows between its marks."""
     parts = {
         "measured": measured(result),
+        "compared": compared(result),
+        "frugal": frugal(result),
         "samplers": sampled(result),
+        "inputs": inputs(),
         "resnet": predicted(RESNET),
         "gpt2": predicted(GPT2),
         "remedies": remedies(),

@@ -37,10 +37,13 @@ def test_an_all_reduce_by_hand():
 
 
 def test_what_can_be_hidden():
-    reduce = scaling.reduce_seconds(2, 100e6, TEN)  # 80 ms, in 100 MB
+    reduce = scaling.reduce_seconds(2, 100e6, TEN, buckets=4)  # 80 ms, in 100 MB
+    assert reduce == pytest.approx(0.08 + 8 * 14e-6)
     worst, best = scaling.step_seconds(JOB, 2, TEN)
     assert worst == pytest.approx(0.3 + reduce)
     assert best == pytest.approx(0.3 + reduce * 25 * 2**20 / 100e6)  # the last bucket
+    tied = JOB._replace(last=60e6)
+    assert scaling.step_seconds(tied, 2, TEN)[1] == pytest.approx(0.3 + reduce * 0.6)
     slow = TEN._replace(bandwidth=1e8)
     worst, best = scaling.step_seconds(JOB, 2, slow)
     assert worst - best == pytest.approx(0.2)  # the backward pass is not longer
@@ -50,7 +53,7 @@ def test_what_can_be_hidden():
 
 
 def test_what_accumulation_and_bf16_bring():
-    reduce = scaling.reduce_seconds(2, 100e6, TEN)
+    reduce = scaling.reduce_seconds(2, 100e6, TEN, buckets=4)
     assert scaling.step_seconds(JOB, 2, TEN, accumulate=4)[0] == pytest.approx(1.2 + reduce)
     half = scaling.step_seconds(JOB, 2, TEN, bf16=True)[0]
     assert half == pytest.approx(0.3 + reduce / 2, abs=1e-4)
@@ -66,16 +69,40 @@ def test_results_on_a_network_lie_within_the_bands():
     assert inside == [True, True, True, False, False]
 
 
-def test_eight_nodes_do_what_was_predicted_where_the_link_decides():
+def test_more_nodes_do_what_was_predicted_where_the_link_decides():
     """Where the cores that all nodes share have time to spare. The page's words, in numbers."""
-    runs = json.loads(scaling.DATA.read_text())["runs"]
-    by_key = {(run["model"], run["link"], run["accumulate"], run["nodes"]): run for run in runs}
-    eight = [run for run in runs if run["nodes"] == 8]
-    assert len(eight) == 2 * len(scaling.CASES)
-    for run in eight:
-        check = by_key[run["model"], run["link"], run["accumulate"], 2]["check"]
-        predicted, counted = (rate / run["rate"] for rate in scaling.foreseen(check))
-        if run["link"] == "100mbit":
-            assert run["busy"] < 0.75 and abs(predicted - 1) < 0.2 and abs(counted - 1) < 0.05, run
+    cases = scaling.by_case(json.loads(scaling.DATA.read_text()))
+    assert len(cases) == 2 * len(scaling.CASES)
+    for (model, link, accumulate), runs in cases.items():
+        assert list(runs) == list(scaling.NODES)
+        assert runs[1]["rate"] > runs[8]["rate"]
+        samples = scaling.PER_PASS[model] * accumulate
+        four, eight = (
+            [
+                rate / runs[nodes]["rate"]
+                for rate in scaling.foreseen(runs[2]["check"], nodes, samples)
+            ]
+            for nodes in (4, 8)
+        )
+        if link == "100mbit":
+            assert runs[8]["busy"] < 0.75 and four[0] == pytest.approx(1, abs=0.1)
+            assert eight == [pytest.approx(1, abs=0.2), pytest.approx(1, abs=0.05)]
+            assert runs[4]["rate"] > 1.25 * runs[2]["rate"]
         else:
-            assert run["busy"] > 0.9 and 2 < predicted < 4, run
+            assert runs[8]["busy"] > 0.9 and four[0] > 1.3 and eight[0] > 2
+            assert 0.6 < scaling.printed(runs[2]["check"], r"ms \|") / 0.125 < 0.8
+
+
+def test_what_check_foretells_by_hand():
+    check = [
+        "All-reduce | 2.68 MB | 20.00 ms | 0.1340 GB/s",
+        "Step | 40.00 ms: data 1.00, compute 9.00, waiting for rank 1 2.00, all-reduce 28.00",
+        "Predicted | 4 nodes | 640 samples/s | efficiency 25%",
+        "Predicted | 8 nodes | 1000 samples/s | efficiency 20%",
+    ]
+    # Eight nodes take 128 samples in 128 ms, and with three more turns of 9 ms in 155 ms.
+    assert scaling.foreseen(check, 8, 16) == [1000, pytest.approx(128 / 0.155)]
+    # Four nodes 64 samples in 100 ms, and one more turn.
+    assert scaling.foreseen(check, 4, 16) == [640, pytest.approx(64 / 0.109)]
+    # Two nodes, eight passes of 12 ms and one all-reduce.
+    assert scaling.accumulated(check, 16) == pytest.approx(256 / (0.096 + 0.028))
