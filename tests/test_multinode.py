@@ -427,8 +427,8 @@ def test_check_finds_the_speed_of_the_link_and_predicts_the_epoch(hosts, tmp_pat
         reduce, speed, predicted[accumulate] = figures(text)
         rows = re.findall(r"^(?:Measured|Predicted) \| (.*) \| ([\d.]+) samples/s", text, re.M)
         rates[accumulate] = {name: float(rate) for name, rate in rows}
-        assert 0.09 < speed * 8 < 0.13, text  # Gbit/s, with tbf's burst on top
-        assert 200 < reduce < 250, text  # 2.7 MB
+        # 2.7 MB at 0.1 Gbit/s, with tbf's burst on top; less where other tests use the cores.
+        assert 0.06 < speed * 8 < 0.13 and 200 < reduce < 350, text
         if accumulate == 1:
             assert "\nVerdict | the link is the limit, 0.01" in text
         text = on_both(*arguments)

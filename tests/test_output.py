@@ -266,7 +266,7 @@ FIGURES = {
             "world_size",
             "now",
             "4 * accumulate",
-            "verdict(ranks, step, sent)",
+            "sentence",
             "kind",
             "name",
             "rate",
