@@ -429,6 +429,7 @@ def test_check_finds_the_speed_of_the_link_and_predicts_the_epoch(hosts, tmp_pat
         rates[accumulate] = {name: float(rate) for name, rate in rows}
         # 2.7 MB at 0.1 Gbit/s, with tbf's burst on top; less where other tests use the cores.
         assert 0.06 < speed * 8 < 0.13 and 200 < reduce < 350, text
+        assert speed * reduce == pytest.approx(669_706 * 4 / 1e6, rel=0.01)  # all bytes, once
         if accumulate == 1:
             assert "\nVerdict | the link is the limit, 0.01" in text
         text = on_both(*arguments)
