@@ -76,6 +76,9 @@ class Trainer:
             model,
             device_ids=None if device.type == "cpu" else [device.index],
             gradient_as_bucket_view=True,  # gradients lie in DDP's buckets: no second copy
+            # On a CPU the all-reduce takes its cores from backward(): without DDP's small first
+            # bucket a model of up to 25 MiB is one all-reduce, and a step some percent faster.
+            bucket_cap_mb=25 if device.type == "cpu" else None,
         )
         self.train_data = train_data
         self.test_data = test_data

@@ -86,6 +86,9 @@ class Trainer:
             model,
             device_ids=None if device.type == "cpu" else [device.index],
             gradient_as_bucket_view=True,  # gradients lie in DDP's buckets: no second copy
+            # On a CPU the all-reduce takes its cores from backward(): without DDP's small first
+            # bucket a model of up to 25 MiB is one all-reduce, and a step some percent faster.
+            bucket_cap_mb=25 if device.type == "cpu" else None,
         )
         self.autocast = torch.autocast(device.type, AMP[args.amp], enabled=args.amp != "off")
         self.scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")

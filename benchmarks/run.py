@@ -92,10 +92,8 @@ CONTESTANTS = {
         "ddp_spawn.py",
         edit=("momentum=args.momentum,\n", "momentum=args.momentum,\n        fused=True,\n"),
     ),
-    "one bucket for all gradients": Contestant(
-        "spawn",
-        "ddp_spawn.py",
-        edit=("gradient_as_bucket_view=True", "gradient_as_bucket_view=True, bucket_cap_mb=100"),
+    "DDP's own buckets": Contestant(
+        "spawn", "ddp_spawn.py", edit=("bucket_cap_mb=25 if", "bucket_cap_mb=None if")
     ),
     "gradients copied to the buckets": Contestant(
         "spawn",

@@ -215,10 +215,8 @@ MUTANTS = [
     Mutant(
         "no DDP wrap",
         "replicas go their own ways",
-        "DDP(\n            model,\n"
-        '            device_ids=None if device.type == "cpu" else [device.index],\n'
-        "            gradient_as_bucket_view=True,  #",
-        "nn.DataParallel(\n            model,\n            #",
+        "self.model = DDP(\n",
+        "self.model = (lambda model, **_: nn.DataParallel(model))(\n",
         {SPAWN: UNEVEN.format(65), **parts(SENT, *LAST)},
     ),
     Mutant(
@@ -367,6 +365,13 @@ MUTANTS = [
         "            model.compile()",
         "            pass",
         parts("compile_leaves_the_names_of_the_weights", ELASTIC, NODES),
+    ),
+    Mutant(
+        "DDP's own buckets on a CPU",
+        "two all-reduces where one is faster",
+        "            bucket_cap_mb=25 if",
+        "            bucket_cap_mb=None if",
+        parts("on_a_cpu_up_to_25_mib_of_gradients_are_one_all_reduce", *DDP),
     ),
     Mutant(
         "buckets not settled",

@@ -151,6 +151,14 @@ def test_ddp_has_its_order_of_summation_before_training(make, script):
     assert all(parameter.grad is not None for parameter in trainer.model.parameters())
 
 
+@every_ddp_script
+def test_on_a_cpu_up_to_25_mib_of_gradients_are_one_all_reduce(make, script):
+    for model, buckets in (("mlp", 1), ("resnet18", 2)):  # 3 and 45 MB
+        _, trainer = make(script, "--model", model)
+        trainer._run_epoch(0)
+        assert trainer.model._get_ddp_logging_data()["num_buckets_reduced"] == buckets
+
+
 class Aside(torch.nn.Module):
     """An auxiliary head that is used in training alone, frozen weights, and a pair of inputs."""
 
