@@ -380,11 +380,15 @@ def measured(result: dict) -> list[str]:
     """What ran."""
     rows = ["| samples per second on | 1 node | " + " | ".join(map(str, NODES[1:])) + " | busy |"]
     rows.append("| --- |" + " --- |" * (len(NODES) + 1))
+    everything = []
     for (model, link, accumulate), runs in by_case(result).items():
+        everything += runs.values()
         cells = [f"{model}, {NAMES[link]}, `--accumulate {accumulate}`"]
         cells += [digits(runs[nodes]["rate"]) for nodes in NODES] + [f"{runs[8]['busy']:.0%}"]
         rows.append(f"| {' | '.join(cells)} |")
-    return [*rows, "", f"({result['machine']}, torch {result['torch']}, gloo.)"]
+    off = max(abs(rate / run["rate"] - 1) for run in everything for rate in run["rates"])
+    where = f"{result['machine']}, torch {result['torch']}, gloo"
+    return [*rows, "", f"({where}. Each epoch is within {off:.0%} of its run's median.)"]
 
 
 def compared(result: dict) -> list[str]:
