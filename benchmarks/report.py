@@ -304,6 +304,10 @@ def caption(key: str, case: dict) -> str:
 def page(result: dict) -> str:
     machine = "\n".join(f"| {name} | {value} |" for name, value in result["machine"].items())
     odd = odd_ones(result)
+    one, two = "the same, 1 process, 1 thread", "ddp_torchrun.py --accumulate 8"
+    gain = ratio(result, "mlp-256-2-accumulate", two, one)
+    pays = "With batches of 256 and one all-reduce for eight of them, two processes with one core\n"
+    pays = f"{pays}each do {gain:.1f} times what one does.\n" if gain else ""
     learnt = f"The accuracies of a case are within {TOLERANCE} percentage points of its median."
     left_out = "".join(f"- {line}\n" for line in result["left_out"])
     gpu = any(case.get("gpu") for case in result["cases"].values())
@@ -332,9 +336,9 @@ Written by `{COMMAND}` in {result["minutes"]:.0f} minutes.
 
 Data parallelism pays where a step computes for longer than its all-reduce takes. With batches of
 32 the mlp computes for a millisecond or two and then all-reduces 2.7 MB, on cores that one process
-could have had to itself. With batches of 256 and one all-reduce for eight of them, a second core is
-worth seven tenths of the first. [docs/scaling.md](../docs/scaling.md) has the arithmetic. Orange is
-the upper bound: nothing but computing, and one all-reduce.
+could have had to itself.
+{pays}[docs/scaling.md](../docs/scaling.md) has the arithmetic. Orange is the upper bound: nothing
+but computing, and one all-reduce.
 
 ## Targets
 
@@ -364,13 +368,14 @@ seconds after a first epoch that does not count; a round's rate is the median of
 with `OMP_NUM_THREADS=1`; `compute alone` is forward, backward and update on batches that lie ready,
 each process for itself; `compute + all-reduce` adds one flat all-reduce of the gradient a step.
 torchrun starts it, and `compute + all-reduce, mp.spawn` is the same started as `ddp_spawn.py` is:
-torchrun gives each process a session of its own, and Linux may share out the cores by session.
-These two are the upper bound. `our data` is the same program on the scripts' data set, which is in
-memory and gives whole batches: what it gains is the data path's, and the rest of the distance to
-the scripts is the loop's. All have the same model, data, batches and optimizer, SGD with momentum.
-The scripts closest to the upper bound, and this, run in more rounds than the others. The first
-step's time counts from the command; cases `to the first step` stop there. Memory is that of the
-process that took the most, shared pages included. Hosts have one process and one thread each.
+torchrun gives each process a session of its own, and Linux may share out the cores by session (what
+that brings is above: `a session for each process`). These two are the upper bound. `our data` is
+the same program on the scripts' data set, which is in memory and gives whole batches: what it gains
+is the data path's, and the rest of the distance to the scripts is the loop's. All have the same
+model, data, batches and optimizer, SGD with momentum. The scripts closest to the upper bound, and
+this, run in more rounds than the others. The first step's time counts from the command; cases `to
+the first step` stop there. Memory is that of the process that took the most, shared pages included.
+Hosts have one process and one thread each.
 
 {learnt if not odd else "Accuracies that differ: " + "; ".join(odd) + "."} Not compared are programs
 that take other steps: `compute alone` on several processes, each with its part of the data, and
