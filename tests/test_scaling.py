@@ -76,6 +76,7 @@ def test_more_nodes_do_what_was_predicted_where_the_link_decides():
     for (model, link, accumulate), runs in cases.items():
         assert list(runs) == list(scaling.NODES)
         assert runs[1]["rate"] > runs[8]["rate"]
+        assert runs[2]["check"][-1].endswith("; 1 process alone is faster")
         samples = scaling.PER_PASS[model] * accumulate
         four, eight = (
             [
@@ -85,11 +86,14 @@ def test_more_nodes_do_what_was_predicted_where_the_link_decides():
             for nodes in (4, 8)
         )
         if link == "100mbit":
-            assert runs[8]["busy"] < 0.75 and four[0] == pytest.approx(1, abs=0.1)
-            if (model, accumulate) == ("resnet18", 8):  # the one that is further off: it says why
-                assert eight == [pytest.approx(1.21, abs=0.01), pytest.approx(1.07, abs=0.01)]
-            else:
-                assert eight == [pytest.approx(1, abs=0.1), pytest.approx(1, abs=0.05)]
+            assert runs[8]["busy"] < 0.75
+            if accumulate == 1:
+                assert four + eight == [pytest.approx(1, abs=0.05)] * 4
+            else:  # too high: nodes that share a core compute in turn
+                high, counted = {"mlp": (1.10, 1), "resnet18": (1.21, 1.07)}[model]
+                assert four == [pytest.approx(1, abs=0.1), pytest.approx(1, abs=0.03)]
+                assert eight[0] == pytest.approx(high, abs=0.01)
+                assert eight[1] == pytest.approx(counted, abs=0.01)
             assert runs[4]["rate"] > 1.25 * runs[2]["rate"]
         else:
             assert runs[8]["busy"] > 0.9 and four[0] > 1.3 and eight[0] > 2
