@@ -252,3 +252,15 @@ def test_the_committed_page_is_that_of_the_committed_figures():
     assert (folder / "RESULTS.md").read_text() == report.page(result), STALE
     assert not [record for record in result["records"] if "error" in record]
     assert set(result["cases"]) >= {case.key for case in harness.all_cases(None)}
+
+
+def test_the_page_says_what_a_second_core_brings():
+    result = json.loads((ROOT / "benchmarks" / "results.json").read_text())
+    case = "mlp-256-2-accumulate"
+    rates = {"ddp_torchrun.py --accumulate 8": 300, "the same, 1 process, 1 thread": 100}
+    for run in result["records"]:
+        if run["case"] == case:
+            run["rate"] = rates.get(run["contestant"], 1)
+    assert "two processes with one core\neach do 3.0 times what one does.\n[" in report.page(result)
+    result["records"] = [run for run in result["records"] if run["case"] != case]
+    assert "what one does" not in report.page(result)
