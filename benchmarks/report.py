@@ -306,8 +306,10 @@ def page(result: dict) -> str:
     odd = odd_ones(result)
     one, two = "the same, 1 process, 1 thread", "ddp_torchrun.py --accumulate 8"
     gain = ratio(result, "mlp-256-2-accumulate", two, one)
-    pays = "With batches of 256 and one all-reduce for eight of them, two processes with one core\n"
-    pays = f"{pays}each do {gain:.1f} times what one does.\n" if gain else ""
+    pays = ""
+    if gain:  # that case was measured
+        pays = "With batches of 256 and one all-reduce for eight of them, two processes do\n"
+        pays += f"{gain:.1f} times what one does, on a core each.\n"
     learnt = f"The accuracies of a case are within {TOLERANCE} percentage points of its median."
     left_out = "".join(f"- {line}\n" for line in result["left_out"])
     gpu = any(case.get("gpu") for case in result["cases"].values())

@@ -386,15 +386,12 @@ def measured(result: dict) -> list[str]:
         cells = [f"{model}, {NAMES[link]}, `--accumulate {accumulate}`"]
         cells += [digits(runs[nodes]["rate"]) for nodes in NODES] + [f"{runs[8]['busy']:.0%}"]
         rows.append(f"| {' | '.join(cells)} |")
-    one, more = (
-        max(
-            abs(rate / run["rate"] - 1)
-            for run in everything
-            if (run["nodes"] == 1) == alone
-            for rate in run["rates"]
-        )
-        for alone in (True, False)
-    )
+
+    def off(runs: list[dict]) -> float:
+        return max(abs(rate / run["rate"] - 1) for run in runs for rate in run["rates"])
+
+    one = off([run for run in everything if run["nodes"] == 1])
+    more = off([run for run in everything if run["nodes"] > 1])
     where = f"{result['machine']}, torch {result['torch']}, gloo"
     spread = f"Each epoch is within {more:.0%} of its run's median, on one node within {one:.0%}."
     return [*rows, "", f"({where}. {spread})"]

@@ -261,7 +261,7 @@ def test_the_page_says_what_a_second_core_brings():
     for run in result["records"]:
         if run["case"] == case:
             run["rate"] = rates.get(run["contestant"], 1)
-    assert "two processes with one core\neach do 3.0 times what one does.\n[" in report.page(result)
+    assert "two processes do\n3.0 times what one does, on a core each.\n[" in report.page(result)
     result["records"] = [run for run in result["records"] if run["case"] != case]
     del result["cases"][case]  # as with --cases
     assert "what one does" not in report.page(result)
