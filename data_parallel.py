@@ -1,33 +1,23 @@
-"""Train on all devices of this node from one process, with nn.DataParallel.
+"""Train on all GPUs of this node from one process: nn.DataParallel, the older way.
 
-    python data_parallel.py                             all devices that torch finds
-    CUDA_VISIBLE_DEVICES=0,2 python data_parallel.py    these two; with none named, the CPU
-    python data_parallel.py --batch-size 128            128 over all devices: 32 each on four
-    python data_parallel.py --help                      all options
+    python data_parallel.py 50 10               all GPUs
+    CUDA_VISIBLE_DEVICES=0,2 python data_parallel.py
+    python data_parallel.py --help              all options
 
-In every step DataParallel *scatters* the batch over the devices, in chunks; *replicates* the model
-from device 0 to all others; runs the replicas, each in a Python thread; *gathers* the outputs on
-device 0, where the loss is computed and backward() starts; and adds up the gradients there. One
-optimizer on device 0 takes the step.
-
-It is kept for the code that uses it. torch's documentation recommends DDP (ddp_spawn.py) instead:
-here the weights travel anew in every step, the threads share one GIL, device 0 computes the loss
-and the update while the others wait, and there is no second node. With DDP each device has a
-process and a replica of its own, and only gradients travel, during the backward pass. This file
-stops and resumes like single_gpu.py. To make it yours, edit the lines marked "load your".
+In every step it copies the model to all GPUs, splits the batch, runs one thread per GPU, and
+gathers outputs and gradients on the first. ddp_spawn.py and ddp_torchrun.py copy the model once,
+move only gradients, and are faster: torch's documentation recommends them for new programs. With
+one device, or none, this is single_gpu.py. To make this file yours, edit the lines marked "load
+your".
 """
 
 import argparse
-import importlib.util
 import os
 import signal
 import sys
-import threading
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -35,17 +25,9 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 from tqdm import tqdm
 
-from common.data import (
-    DATASETS,
-    Batches,
-    DataError,
-    ShardedBatchSampler,
-    load_dataset,
-    obey_only_the_rank,
-    worker_context,
-)
-from common.model import DEFAULT_MODEL, MODELS, build_model, check_batch_norm
-from common.seed import get_rng_state, set_rng_state, set_seed, use_deterministic_kernels
+from common.data import DATASETS, GlobalBatchSampler, collate, load_dataset, worker_context
+from common.model import DEFAULT_MODEL, MODELS, build_model
+from common.seed import set_seed, use_deterministic_kernels
 
 
 class Trainer:
@@ -57,71 +39,48 @@ class Trainer:
         optimizer: torch.optim.Optimizer,
         schedule: torch.optim.lr_scheduler.LRScheduler,
         device: torch.device,
-        snapshot: dict | None,
-        stop: torch.Tensor,
         args: argparse.Namespace,
     ) -> None:
-        self.device = device
-        self.args = args
-        self.stop = stop  # the number of the signal that asks for a stop, or 0
-        self.model = nn.DataParallel(model)  # over all devices that torch finds
-        self.devices = [device]
-        if self.model.device_ids:
-            self.devices = [torch.device(device.type, index) for index in self.model.device_ids]
-        set_seed(args.seed, devices=self.devices)  # from here on each device draws its own
+        self.model = nn.DataParallel(model)  # on one device, or on a CPU, it calls the model itself
         self.train_data = train_data
         self.test_data = test_data
         self.pinned = train_data.pin_memory  # only copies from pinned memory may overlap the work
         self.optimizer = optimizer
         self.schedule = schedule
-        self.epoch = 0  # the epoch in progress
-        self.samples_seen = 0  # in this epoch
-        self.loss_sum = torch.zeros((), device=device)  # over these samples
-        self.stopped = 0  # the number of the signal that has ended training, or 0
-        count = len(self.model.device_ids)
-        split = f"split over {count} devices" if count > 1 else "not split: there is one device"
-        log(f"DataParallel on {device} | Batches are {split}")
-        if snapshot is not None:
-            self._load_snapshot(snapshot)
-        self.writer = None
-        if args.log_dir:
-            from torch.utils.tensorboard import SummaryWriter  # an extra, and slow to import
+        self.device = device
+        self.args = args
+        self.epoch = 0  # the next one to train
+        if args.resume:
+            self._load_snapshot()
 
-            self.writer = SummaryWriter(args.log_dir, purge_step=self.epoch)
-
-    def _run_batch(self, source: torch.Tensor, targets: torch.Tensor, count: int) -> torch.Tensor:
+    def _run_batch(self, source: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         self.optimizer.zero_grad()
-        output = self.model(source)  # load your inputs
-        # On the gathered outputs: a mean of per-device means is wrong where chunks are uneven.
-        loss = F.cross_entropy(output, targets, reduction="sum")  # load your loss
-        (loss / count).backward()  # of the mean over the batch
+        output = self.model(source)
+        loss = F.cross_entropy(output, targets)  # load your loss
+        loss.backward()
         self.optimizer.step()
         return loss.detach()
 
-    def _run_epoch(self, epoch: int) -> None:
-        self.train_data.sampler.set_epoch(epoch, self.samples_seen)
-        self.train_data.generator.manual_seed(torch.initial_seed() + epoch)  # its workers' seeds
+    def _run_epoch(self, epoch: int) -> torch.Tensor:
+        for index in reversed(self.model.device_ids or [None]):  # each draws dropout of its own
+            with torch.accelerator.device_index(index):
+                set_seed(self.device, self.args.seed, index or 0, epoch)
+        self.train_data.batch_sampler.set_epoch(epoch)
         name = self.device.type.upper().replace("CUDA", "GPU")
-        b_sz = self.args.batch_size
-        line = f"Epoch {epoch} | Batchsize: {b_sz} | Steps: {len(self.train_data)}"
-        log(f"[{name}0] {line}")
-        sizes = self.train_data.sampler.sizes()  # of the batches, step by step
+        steps = f"Batchsize: {self.args.batch_size} | Steps: {len(self.train_data)}"
+        print(f"[{name}0] Epoch {epoch} | {steps}", flush=True)
         self.model.train()
-        hidden = self.args.no_progress or not sys.stderr.isatty()
-        progress = tqdm(self.train_data, leave=False, disable=hidden)
+        loss_sum = torch.zeros((), device=self.device)
+        # disable=None: no progress bar where stderr is not a terminal
+        progress = tqdm(self.train_data, leave=False, disable=None)
         for step, (source, targets) in enumerate(progress, start=1):
             source = source.to(self.device, non_blocking=self.pinned)  # load your inputs
-            targets = targets.to(self.device, non_blocking=self.pinned)  # load your inputs
-            count = sizes[step - 1]
-            loss = self._run_batch(source, targets, count)
-            self.loss_sum += loss
-            self.samples_seen += count
+            targets = targets.to(self.device, non_blocking=self.pinned)
+            loss = self._run_batch(source, targets)
+            loss_sum += loss * len(targets)
             if self.args.log_interval and step % self.args.log_interval == 0:
-                log(f"Epoch {epoch} | Step {step} | Loss: {loss.item() / count:.6f}")
-            self.stopped = self.stop.item()
-            if self.stopped:
-                break
-        progress.close()
+                log(f"Epoch {epoch} | Step {step} | Loss: {loss.item():.6f}")
+        return loss_sum
 
     @torch.no_grad()
     def _evaluate(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -130,236 +89,147 @@ class Trainer:
         correct = torch.zeros((), device=self.device)
         for source, targets in self.test_data:
             source = source.to(self.device, non_blocking=self.pinned)  # load your inputs
-            targets = targets.to(self.device, non_blocking=self.pinned)  # load your inputs
-            output = self.model(source)  # load your inputs
-            loss_sum += F.cross_entropy(output, targets, reduction="sum")  # load your loss
+            targets = targets.to(self.device, non_blocking=self.pinned)
+            output = self.model(source)
+            loss_sum += F.cross_entropy(output, targets) * len(targets)  # load your loss
             correct += (output.argmax(dim=1) == targets).sum()  # load your metric
         return loss_sum, correct
 
     def train(self, total_epochs: int) -> None:
-        path = self.args.snapshot_path
         train_size = len(self.train_data.dataset)
         test_size = len(self.test_data.dataset)
         for epoch in range(self.epoch, total_epochs):
-            seen_before = self.samples_seen
             start = time.perf_counter()
-            self._run_epoch(epoch)
-            if self.device.type != "cpu":
-                torch.accelerator.synchronize()  # the clock must not stop before the device
-            rate = (self.samples_seen - seen_before) / (time.perf_counter() - start)
-            if self.stopped:
-                self._save_snapshot()
-                log(f"Epoch {epoch} | Stopped at sample {self.samples_seen}, saved at {path}")
-                return
-            sums = torch.stack((self.loss_sum, *self._evaluate()))
-            train_loss, test_loss, correct = sums.tolist()
+            train_loss = self._run_epoch(epoch).item()  # waits for the device
+            rate = train_size / (time.perf_counter() - start)
+            test_loss, correct = torch.stack(self._evaluate()).tolist()
             train_loss /= train_size
             test_loss /= test_size
             losses = f"Train loss: {train_loss:.4f} | Test loss: {test_loss:.4f}"
             accuracy = f"Accuracy: {correct:.0f}/{test_size} ({correct / test_size:.2%})"
             log(f"Epoch {epoch} | {losses} | {accuracy} | {rate:.0f} samples/s")
-            if self.writer:
-                self.writer.add_scalar("loss/train", train_loss, epoch)
-                self.writer.add_scalar("loss/test", test_loss, epoch)
-                self.writer.add_scalar("accuracy", correct / test_size, epoch)
-                self.writer.add_scalar("samples_per_second", rate, epoch)
-                self.writer.flush()
-            self.schedule.step()  # load your schedule, if it steps otherwise
+            self.schedule.step()
             self.epoch = epoch + 1
-            self.samples_seen = 0
-            self.loss_sum.zero_()
             if self.epoch % self.args.save_every == 0 or self.epoch == total_epochs:
                 self._save_snapshot()
-                log(f"Epoch {epoch} | Training checkpoint saved at {path}")
-
-    # --- snapshots and stopping ---
+                log(f"Epoch {epoch} | Training checkpoint saved at {self.args.snapshot_path}")
 
     def _save_snapshot(self) -> None:
         snapshot = {
             "model": self.model.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
-            "scaler": {},  # ddp_torchrun.py has one; each script reads all snapshots
             "epoch": self.epoch,
-            "samples_seen": self.samples_seen,
-            "loss_sum": self.loss_sum.item(),
-            "rng_states": [get_rng_state(*self.devices)],  # one for each process
-            "settings": vars(self.args),
+            "global_batch": self.train_data.batch_sampler.global_batch,
+            "args": vars(self.args),
         }
         # First to another file: whatever happens here, the snapshot before stays whole.
-        path = Path(self.args.snapshot_path)
-        temporary = Path(f"{path}.tmp")
+        temporary = Path(f"{self.args.snapshot_path}.tmp")
         try:
             with temporary.open("wb") as file:
                 torch.save(snapshot, file)
                 file.flush()
                 os.fsync(file.fileno())
-            temporary.replace(path)
-        except (OSError, RuntimeError) as error:  # the latter from torch.save
-            temporary.unlink(missing_ok=True)
-            sys.exit(f"error: cannot save {path} ({error}): make room, then --resume")
+            temporary.replace(self.args.snapshot_path)
+        finally:
+            temporary.unlink(missing_ok=True)  # what a full disk leaves
 
-    def _load_snapshot(self, snapshot: dict) -> None:
-        try:
-            # A new --lr or --momentum counts more than the snapshot's: the new values, and a new
-            # schedule that has come to this epoch, take the place of those that were loaded.
-            then = snapshot["settings"]
-            changeable = [name for name in self.optimizer.defaults if name in self.args.kept]
-            if any(getattr(self.args, name) != then.get(name) for name in changeable):
-                with warnings.catch_warnings(action="ignore"):  # no optimizer.step() between them
-                    for _ in range(snapshot["schedule"]["last_epoch"]):
-                        self.schedule.step()
-                snapshot["optimizer"]["param_groups"] = self.optimizer.state_dict()["param_groups"]
-                snapshot["schedule"] = self.schedule.state_dict()
-            self.model.module.load_state_dict(snapshot["model"])
-            self.optimizer.load_state_dict(snapshot["optimizer"])
-            self.schedule.load_state_dict(snapshot["schedule"])
-            self.epoch = snapshot["epoch"]
-            self.samples_seen = snapshot["samples_seen"]
-            self.loss_sum.fill_(snapshot["loss_sum"])
-            set_rng_state(snapshot["rng_states"][0], *self.devices)
-        except Exception as error:  # load_state_dict raises nearly everything
-            cannot_resume(self.args, error)
-        log(f"Resuming training from snapshot at Epoch {self.epoch}, sample {self.samples_seen}")
-
-
-# --- setting up ---
+    def _load_snapshot(self) -> None:
+        path = self.args.snapshot_path
+        if not os.path.exists(path):
+            log(f"No snapshot at {path}, starting from the beginning")
+            return
+        snapshot = open_snapshot(self.args)
+        self.model.module.load_state_dict(snapshot["model"])
+        self.optimizer.load_state_dict(snapshot["optimizer"])
+        self.schedule.load_state_dict(snapshot["schedule"])
+        self.epoch = snapshot["epoch"]
+        log(f"Resuming training from snapshot at Epoch {self.epoch}")
+        if snapshot["global_batch"] != self.train_data.batch_sampler.global_batch:
+            log(f"The global batch is another one than before ({snapshot['global_batch']} samples)")
 
 
 def load_train_objs(args: argparse.Namespace, device: torch.device) -> tuple:
     train_set, test_set = load_dataset(args.dataset, args.data_dir)  # load your dataset
-    set_seed(args.seed)
+    set_seed(device, args.seed)
     model = build_model(args.model, train_set[0][0].shape).to(device)  # load your model
-    optimizer = torch.optim.SGD(
-        model.parameters(),
-        lr=args.lr,
-        momentum=args.momentum,
-    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1)  # load your schedule
     return train_set, test_set, model, optimizer, schedule
 
 
 def prepare_dataloader(
-    dataset: Dataset, sampler: Sampler, device: torch.device, num_workers: int
+    dataset: Dataset, batch_sampler: Sampler, device: torch.device, num_workers: int
 ) -> DataLoader:
     return DataLoader(
-        Batches(dataset),
-        sampler=sampler,
-        batch_size=None,  # the sampler gives whole batches
+        dataset,
+        batch_sampler=batch_sampler,
+        collate_fn=collate,
         num_workers=num_workers,
+        persistent_workers=num_workers > 0,
         multiprocessing_context=worker_context(num_workers),
-        worker_init_fn=obey_only_the_rank,
         pin_memory=device.type not in ("cpu", "mps"),
-        generator=torch.Generator(),  # its own, so that it draws nothing from the model's
+        generator=torch.Generator().manual_seed(torch.initial_seed()),  # not the model's
     )
 
 
-def main(args: argparse.Namespace, stop: torch.Tensor) -> None:
+def main(args: argparse.Namespace) -> None:
     if args.deterministic:
         use_deterministic_kernels()
-    device = torch.device(args.device)
-    snapshot = open_snapshot(args)
-    line = "total_epochs: {total_epochs}, save_every: {save_every}, batch_size: {batch_size}"
-    log(line.format(**vars(args)))
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     train_set, test_set, model, optimizer, schedule = load_train_objs(args, device)
-    train_sampler = ShardedBatchSampler(
-        train_set, args.batch_size, num_replicas=1, rank=0, seed=args.seed
-    )
-    # DataParallel splits a batch with chunk(), whose last part is the smallest.
-    sizes = train_sampler.sizes()
-    devices = max(1, torch.accelerator.device_count())
-    last_chunks = [len(torch.empty(size).chunk(devices)[-1]) for size in (sizes[0], sizes[-1])]
-    check_batch_norm(model, min(last_chunks), train_set)
+    train_sampler = GlobalBatchSampler(train_set, args.batch_size, seed=args.seed)
     test_sampler = BatchSampler(range(len(test_set)), args.test_batch_size, drop_last=False)
     train_data = prepare_dataloader(train_set, train_sampler, device, args.num_workers)
     test_data = prepare_dataloader(test_set, test_sampler, device, args.num_workers)
-    trainer = Trainer(
-        model, train_data, test_data, optimizer, schedule, device, snapshot, stop, args
-    )
-    catch_stop_signals(stop)
+    trainer = Trainer(model, train_data, test_data, optimizer, schedule, device, args)
     trainer.train(args.total_epochs)
-    if trainer.stopped:
-        sys.exit(128 + trainer.stopped)  # the shells' number for a signal: not done yet
 
 
-# --- plumbing ---
-
-
-def catch_stop_signals(stop: torch.Tensor) -> None:
-    # The handler only stores the signal's number: the loop looks at it after each step. `stop` is a
-    # tensor so that the processes of ddp_spawn.py and of multinode.py can share it.
-    def on_signal(signum: int, frame: object) -> None:
-        stop.fill_(signum)
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C
-
-    signal.signal(signal.SIGINT, on_signal)
-    signal.signal(signal.SIGTERM, on_signal)
-
-
-tqdm.set_lock(threading.RLock())  # tqdm's own leaks a semaphore where a process is killed
-
-
-def log(line: str) -> None:
-    tqdm.write(f"{line}\n", end="")  # one write, above the progress bar
-    sys.stdout.flush()
-
-
-def open_snapshot(args: argparse.Namespace) -> dict | None:
-    path = Path(args.snapshot_path)
-    if not args.resume:
-        return None
-    if not path.exists():
-        log(f"No snapshot at {path}, starting from the beginning")
-        return None
+def open_snapshot(args: argparse.Namespace) -> dict:
+    path = args.snapshot_path
     try:
         snapshot = torch.load(path, map_location="cpu", weights_only=True)
-        # A resumed run goes on as it was started, but for what its own command line says.
-        for name in args.kept:
-            now = getattr(args, name)
-            then = snapshot["settings"].get(name, now)  # not every script has every option
-            if name not in args.given:
-                setattr(args, name, then)
-            elif then != now and name in ("dataset", "model", "seed"):
-                raise ValueError(f"made with --{name} {then}, and this run has {now}")
-            elif then != now:
-                log(f"{name}: {now} from the command line, not the snapshot's {then}")
+        for name in ("dataset", "model", "lr", "momentum", "seed"):
+            then, now = snapshot["args"][name], getattr(args, name)
+            if then != now:
+                sys.exit(f"error: {path} was made with --{name} {then}, and this run has {now}")
     except Exception as error:  # torch.load raises nearly everything
-        cannot_resume(args, error)
+        sys.exit(f"error: {path} is not a snapshot of these scripts ({error!r:.200})")
+    if snapshot.get("samples_seen"):
+        sys.exit(f"error: {path} was saved in mid-epoch: go on with ddp_torchrun.py")
     return snapshot
 
 
-def cannot_resume(args: argparse.Namespace, error: Exception) -> NoReturn:
-    path = args.snapshot_path
-    reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-    sys.exit(f"error: cannot resume from {path} ({reason}): name another --snapshot-path")
+def stop(signum: int, frame: object) -> None:
+    signal.signal(signum, signal.SIG_IGN)  # once is enough
+    os.write(2, b"stopped: --resume goes on from the last snapshot\n")
+    sys.exit(128 + signum)  # the shells' number for a signal
 
 
-def device_names() -> list[str]:
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None:
-        return ["cpu"]
-    return [found.type]  # DataParallel takes no other
+def log(line: str) -> None:
+    tqdm.write(line)  # above the progress bar
+    sys.stdout.flush()
 
 
 def at_least(low: float) -> Callable[[str], float]:
-    # For add_argument(type=...): argparse puts the option's name before what is wrong with it.
     def number(text: str) -> float:
         value = type(low)(text)  # int or float
-        if not low <= value < 2**32:
-            raise argparse.ArgumentTypeError(f"{text} is out of range, which begins at {low}")
+        if not value >= low:
+            raise argparse.ArgumentTypeError(f"{text} is less than {low}")
         return value
 
-    number.__name__ = type(low).__name__  # argparse: "invalid int value"
     return number
 
 
 def parse_args() -> argparse.Namespace:
-    devices = device_names()
-    job = argparse.ArgumentParser(add_help=False)  # what --resume takes from the snapshot
-    add = job.add_argument
+    parser = argparse.ArgumentParser(usage="%(prog)s [total_epochs] [save_every] [options]")
+    add = parser.add_argument
     add("total_epochs", nargs="?", type=at_least(1), default=5, help="how many epochs to train")
     add("save_every", nargs="?", type=at_least(1), default=1, help="epochs between two snapshots")
-    add("--batch-size", "--batch_size", type=at_least(1), default=32, help="samples on all devices")
+    add(
+        "--batch-size", "--batch_size", type=at_least(1), default=32, help="samples for all devices"
+    )
     add("--test-batch-size", type=at_least(1), default=1000, help="the same in evaluation")
     add("--lr", type=at_least(0.0), default=0.01, help="learning rate of SGD")
     add("--momentum", type=at_least(0.0), default=0.9, help="momentum of SGD")
@@ -367,42 +237,25 @@ def parse_args() -> argparse.Namespace:
     add("--data-dir", default="data", help="where torchvision keeps or downloads the others")
     add("--model", choices=MODELS, help="default: what suits the data set")
     add("--seed", type=at_least(0), default=42)
-    usage = "%(prog)s [total_epochs] [save_every] [options]"
-    title = __doc__.split("\n")[0]
-    parser = argparse.ArgumentParser(parents=[job], usage=usage, description=title)
-    add = parser.add_argument
     add("--deterministic", action="store_true", help="deterministic kernels on an accelerator")
-    add("--device", choices=["auto", *devices], default="auto")
+    add("--num-workers", type=at_least(0), default=0, help="loader processes; 4 for files, say")
+    add("--log-interval", type=at_least(0), default=0, help="steps between loss lines (0: none)")
     add("--snapshot-path", default="checkpoint.pt")
     add("--resume", action="store_true", help="go on from the snapshot where there is one")
-    add("--log-interval", type=at_least(0), default=0, help="steps between loss lines (0: none)")
-    add("--log-dir", help="folder for TensorBoard's event files")
-    add("--no-progress", action="store_true", help="no progress bar")
-    add("--num-workers", type=at_least(0), default=0, help="loader processes; 4 for files, say")
     args = parser.parse_args()
-    args.kept = [*vars(job.parse_args([]))]
-    # Parsed again with None for every default: what is not None now was given.
-    parser.set_defaults(**dict.fromkeys(vars(args)))
-    args.given = [name for name, value in vars(parser.parse_args()).items() if value is not None]
     args.model = args.model or DEFAULT_MODEL[args.dataset]
-    args.device = devices[0] if args.device == "auto" else args.device
-    if args.deterministic and args.device.startswith("mps"):
-        parser.error("--deterministic cannot work on mps, where torch lacks such kernels: use cpu")
     path = Path(args.snapshot_path)
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         parser.error(f"--snapshot-path {path}: name a file in a folder that you may write to")
-    if args.log_dir and not importlib.util.find_spec("tensorboard"):
-        parser.error("--log-dir needs TensorBoard: pip install tensorboard")
     return args
 
 
 if __name__ == "__main__":
     args = parse_args()
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
     start = time.perf_counter()
-    try:
-        main(args, stop=torch.zeros((), dtype=torch.int32))
-    except (DataError, OSError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
+    epochs = f"total_epochs: {args.total_epochs}, save_every: {args.save_every}"
+    log(f"{epochs}, batch_size: {args.batch_size}")
+    main(args)
     log(f"Total time: {time.perf_counter() - start:.3f}s")

@@ -1,42 +1,30 @@
-"""Train on several nodes without torchrun: each process is told its rank, or its node's.
+"""Train on several nodes without torchrun: each node is told its number and where node 0 is.
 
     python multinode.py --init-method tcp://10.0.0.1:22225 --rank 0 --world-size 2
     python multinode.py --init-method tcp://10.0.0.1:22225 --rank 1 --world-size 2
-        one process per call, in any order: the address of rank 0's node, and any free port there
-    python multinode.py --init-method tcp://10.0.0.1:22225 --nnodes 2 --node-rank 0
-        one call per node, which starts a process for each of its GPUs
+        one call on each of two nodes, in any order; each starts a process per GPU. The address is
+        that of node 0, with any free port
     python multinode.py --init-method file:///shared/new_file --rank 0 --world-size 2
     MASTER_ADDR=10.0.0.1 MASTER_PORT=22225 RANK=0 WORLD_SIZE=2 python multinode.py
-    python multinode.py --check ...             no training: is everybody there, and how fast?
 
-The rest is as in ddp_torchrun.py, but nothing restarts by itself: --resume goes on. Ctrl-C on one
-node stops all after the same step and saves; a second one there stops at once. Each node loads its
-own data, rank 0 saves, and the others get the snapshot over the network. Whoever can reach the port
-can join: use a private network. docs/multinode.md says what to do when processes cannot join or are
-slow, and has a line for Slurm. To make this file yours, edit the lines marked "load your".
+--rank and --world-size count calls: one per node, or with --nproc-per-node 1 one per process. RANK
+and WORLD_SIZE count processes. Each node loads its own data. Rank 0 saves; with --resume it reads
+the snapshot, and the others get it over the network. Whoever can reach the port can join: use a
+private network. docs/multinode.md says what to do when nodes cannot join or are slow, and has a
+line for Slurm. To make this file yours, edit the lines marked "load your". ddp_torchrun.py needs no
+numbers, restarts by itself and saves in mid-epoch.
 """
 
 import argparse
-import atexit
-import contextlib
 import datetime
-import importlib.util
 import os
-import re
-import shutil
 import signal
 import socket
 import sys
-import threading
 import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 from urllib.parse import urlsplit
-
-# Else torch adds two screens of C++ frames when a node is lost. To see them, export WARNING.
-os.environ["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import torch
 import torch.distributed as dist
@@ -47,19 +35,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 from tqdm import tqdm
 
-from common.check import check
-from common.data import (
-    DATASETS,
-    Batches,
-    DataError,
-    ShardedBatchSampler,
-    load_dataset,
-    obey_only_the_rank,
-    preload,
-    worker_context,
-)
-from common.model import DEFAULT_MODEL, MODELS, build_model, check_batch_norm
-from common.seed import get_rng_state, set_rng_state, set_seed, use_deterministic_kernels
+from common.data import DATASETS, GlobalBatchSampler, collate, load_dataset, worker_context
+from common.model import DEFAULT_MODEL, MODELS, build_model
+from common.seed import set_seed, use_deterministic_kernels
 
 
 class Trainer:
@@ -71,96 +49,57 @@ class Trainer:
         optimizer: torch.optim.Optimizer,
         schedule: torch.optim.lr_scheduler.LRScheduler,
         device: torch.device,
-        snapshot: dict | None,
-        stop: torch.Tensor,
         args: argparse.Namespace,
     ) -> None:
-        self.device = device
-        self.args = args
-        self.stop = stop  # the number of the signal that asks for a stop, or 0
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        if args.sync_bn:
-            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         self.model = DDP(
             model,
-            device_ids=None if device.type == "cpu" else [device.index],
+            device_ids=None if device.type == "cpu" else [device],
             gradient_as_bucket_view=True,  # gradients lie in DDP's buckets: no second copy
-            # On a CPU the all-reduce takes its cores from backward(): without DDP's small first
-            # bucket a model of up to 25 MiB is one all-reduce, and a step some percent faster.
-            bucket_cap_mb=25 if device.type == "cpu" else None,
+            bucket_cap_mb=25 if device.type == "cpu" else None,  # one bucket: on a CPU 7% faster
         )
-        self.autocast = torch.autocast(device.type, AMP[args.amp], enabled=args.amp != "off")
-        self.scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
         self.train_data = train_data
         self.test_data = test_data
         self.pinned = train_data.pin_memory  # only copies from pinned memory may overlap the work
         self.optimizer = optimizer
         self.schedule = schedule
-        self.epoch = 0  # the epoch in progress
-        self.samples_seen = 0  # in this epoch, by all ranks
-        self.loss_sum = torch.zeros((), device=device)  # over this rank's share of them
-        self.stopped = 0  # the number of the signal that has ended training, or 0
-        self.ask_every = 1  # steps between two agreements on whether to stop
-        self.asked = time.perf_counter()  # when the last one was
-        self._settle_buckets()
-        if args.compile:
-            model.compile()  # in place: the names of the weights stay as they are
-        if snapshot is not None:
-            self._load_snapshot(snapshot)
-        self.writer = None
-        if args.log_dir and self.rank == 0:
-            from torch.utils.tensorboard import SummaryWriter  # an extra, and slow to import
+        self.device = device
+        self.args = args
+        self.epoch = 0  # the next one to train
+        if args.resume:
+            self._load_snapshot()
 
-            self.writer = SummaryWriter(args.log_dir, purge_step=self.epoch)
-
-    def _run_batch(self, source: torch.Tensor, targets: torch.Tensor, count: int) -> torch.Tensor:
+    def _run_batch(self, source: torch.Tensor, targets: torch.Tensor, size: int) -> torch.Tensor:
         self.optimizer.zero_grad()
-        loss_sum = torch.zeros((), device=self.device)
-        parts = self.args.accumulate  # on every rank, or they would wait for each other
-        sources = source.tensor_split(parts)  # load your inputs
-        micro_batches = zip(sources, targets.tensor_split(parts), strict=True)
-        for number, (micro_source, micro_targets) in enumerate(micro_batches, start=1):
-            # Under no_sync() gradients add up on their rank; the last backward() sends the sum.
-            last = number == parts
-            with contextlib.nullcontext() if last else self.model.no_sync():
-                with self.autocast:
-                    output = self.model(micro_source)  # load your inputs
-                    loss = F.cross_entropy(output, micro_targets, reduction="sum")  # load your loss
-                # Here gradients travel: while the last backward() computes them, DDP all-reduces
-                # them. It takes the mean over the ranks, so this scale makes it the mean over the
-                # global batch of `count` samples, also where the ranks have unequal shares of it.
-                self.scaler.scale(loss * self.world_size / count).backward()
-            loss_sum += loss.detach()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        return loss_sum
+        output = self.model(source)
+        loss = F.cross_entropy(output, targets)  # load your loss
+        # Gradients travel here: during backward() DDP averages them over the ranks. A rank may have
+        # one sample fewer than another of the global batch of `size`, and counts that much less.
+        (loss * len(targets) * self.world_size / size).backward()
+        self.optimizer.step()
+        return loss.detach()
 
-    def _run_epoch(self, epoch: int) -> None:
-        self.train_data.sampler.set_epoch(epoch, self.samples_seen)
-        self.train_data.generator.manual_seed(torch.initial_seed() + epoch)  # its workers' seeds
+    def _run_epoch(self, epoch: int) -> torch.Tensor:
+        set_seed(self.device, self.args.seed, self.rank, epoch)  # a resumed run draws the same
+        self.train_data.batch_sampler.set_epoch(epoch)
         name = self.device.type.upper().replace("CUDA", "GPU")
-        b_sz = self.args.batch_size
-        line = f"Epoch {epoch} | Batchsize: {b_sz} | Steps: {len(self.train_data)}"
-        log(f"[{name}{self.rank}] {line}", every_rank=True)
-        sizes = self.train_data.sampler.sizes()  # of the global batches, step by step
+        steps = f"Batchsize: {self.args.batch_size} | Steps: {len(self.train_data)}"
+        print(f"[{name}{self.rank}] Epoch {epoch} | {steps}", flush=True)
         self.model.train()
-        hidden = self.args.no_progress or not sys.stderr.isatty() or self.rank > 0
-        progress = tqdm(self.train_data, leave=False, disable=hidden)
+        loss_sum = torch.zeros((), device=self.device)
+        sizes = self.train_data.batch_sampler.sizes()  # of the global batches
+        # disable=None: no progress bar where stderr is not a terminal
+        progress = tqdm(self.train_data, leave=False, disable=True if self.rank > 0 else None)
         for step, (source, targets) in enumerate(progress, start=1):
             source = source.to(self.device, non_blocking=self.pinned)  # load your inputs
-            targets = targets.to(self.device, non_blocking=self.pinned)  # load your inputs
-            count = sizes[step - 1]
-            loss = self._run_batch(source, targets, count)
-            self.loss_sum += loss
-            self.samples_seen += count
+            targets = targets.to(self.device, non_blocking=self.pinned)
+            loss = self._run_batch(source, targets, sizes[step - 1])
+            loss_sum += loss * len(targets)
             if self.args.log_interval and step % self.args.log_interval == 0:
-                dist.all_reduce(loss)
-                log(f"Epoch {epoch} | Step {step} | Loss: {loss.item() / count:.6f}")
-            self.stopped = self._stop_agreed(step)
-            if self.stopped:
-                break
-        progress.close()
+                log(f"Epoch {epoch} | Step {step} | Loss of rank 0: {loss.item():.6f}")
+        dist.all_reduce(loss_sum)
+        return loss_sum
 
     @torch.no_grad()
     def _evaluate(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -171,568 +110,270 @@ class Trainer:
         correct = torch.zeros((), device=self.device)
         for source, targets in self.test_data:
             source = source.to(self.device, non_blocking=self.pinned)  # load your inputs
-            targets = targets.to(self.device, non_blocking=self.pinned)  # load your inputs
-            with self.autocast:
-                # Shards differ in length, so not through DDP: no collectives here.
-                output = self.model.module(source)  # load your inputs
-                loss_sum += F.cross_entropy(output, targets, reduction="sum")  # load your loss
+            targets = targets.to(self.device, non_blocking=self.pinned)
+            # Not through DDP: the ranks may have unequal numbers of batches here.
+            output = self.model.module(source)
+            loss_sum += F.cross_entropy(output, targets) * len(targets)  # load your loss
             correct += (output.argmax(dim=1) == targets).sum()  # load your metric
         return loss_sum, correct
 
     def train(self, total_epochs: int) -> None:
-        path = self.args.snapshot_path
         train_size = len(self.train_data.dataset)
         test_size = len(self.test_data.dataset)
         for epoch in range(self.epoch, total_epochs):
-            seen_before = self.samples_seen
             start = time.perf_counter()
-            self._run_epoch(epoch)
-            if self.device.type != "cpu":
-                torch.accelerator.synchronize()  # the clock must not stop before the device
-            rate = (self.samples_seen - seen_before) / (time.perf_counter() - start)
-            if self.stopped:
-                self._save_snapshot()
-                log(f"Epoch {epoch} | Stopped at sample {self.samples_seen}, saved at {path}")
-                return
-            sums = torch.stack((self.loss_sum, *self._evaluate()))
+            train_loss = self._run_epoch(epoch).item()  # waits for the device
+            rate = train_size / (time.perf_counter() - start)
+            sums = torch.stack(self._evaluate())
             dist.all_reduce(sums)
-            train_loss, test_loss, correct = sums.tolist()
+            test_loss, correct = sums.tolist()
             train_loss /= train_size
             test_loss /= test_size
             losses = f"Train loss: {train_loss:.4f} | Test loss: {test_loss:.4f}"
             accuracy = f"Accuracy: {correct:.0f}/{test_size} ({correct / test_size:.2%})"
             log(f"Epoch {epoch} | {losses} | {accuracy} | {rate:.0f} samples/s")
-            if self.writer:
-                self.writer.add_scalar("loss/train", train_loss, epoch)
-                self.writer.add_scalar("loss/test", test_loss, epoch)
-                self.writer.add_scalar("accuracy", correct / test_size, epoch)
-                self.writer.add_scalar("samples_per_second", rate, epoch)
-                self.writer.flush()
-            self.schedule.step()  # load your schedule, if it steps otherwise
+            self.schedule.step()
             self.epoch = epoch + 1
-            self.samples_seen = 0
-            self.loss_sum.zero_()
             if self.epoch % self.args.save_every == 0 or self.epoch == total_epochs:
-                self._save_snapshot()
-                log(f"Epoch {epoch} | Training checkpoint saved at {path}")
-
-    # --- snapshots and stopping ---
+                if self.rank == 0:
+                    self._save_snapshot()
+                log(f"Epoch {epoch} | Training checkpoint saved at {self.args.snapshot_path}")
 
     def _save_snapshot(self) -> None:
-        rng_states = [None] * self.world_size
-        dist.all_gather_object(rng_states, get_rng_state(self.device))
-        loss_sum = self.loss_sum.clone()
-        dist.all_reduce(loss_sum)
-        if self.rank > 0:
-            with waiting_for("rank 0, which saves the snapshot"):
-                dist.barrier()
-            return
         snapshot = {
             "model": self.model.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
-            "scaler": self.scaler.state_dict(),
             "epoch": self.epoch,
-            "samples_seen": self.samples_seen,
-            "loss_sum": loss_sum.item(),
-            "rng_states": rng_states,
-            "settings": vars(self.args),
+            "global_batch": self.train_data.batch_sampler.global_batch,
+            "args": vars(self.args),
         }
         # First to another file: whatever happens here, the snapshot before stays whole.
-        path = Path(self.args.snapshot_path)
-        temporary = Path(f"{path}.tmp")
+        temporary = Path(f"{self.args.snapshot_path}.tmp")
         try:
             with temporary.open("wb") as file:
                 torch.save(snapshot, file)
                 file.flush()
                 os.fsync(file.fileno())
-            temporary.replace(path)
-        except (OSError, RuntimeError) as error:  # the latter from torch.save
-            temporary.unlink(missing_ok=True)
-            sys.exit(f"error: cannot save {path} ({error}): make room, then --resume")
-        dist.barrier()
+            temporary.replace(self.args.snapshot_path)
+        finally:
+            temporary.unlink(missing_ok=True)  # what a full disk leaves
 
-    def _load_snapshot(self, snapshot: dict) -> None:
-        if self.rank > 0:
-            dist.barrier()  # until rank 0 has loaded it, or has said, once, why it does not fit
-        try:
-            # A new --lr or --momentum counts more than the snapshot's: the new values, and a new
-            # schedule that has come to this epoch, take the place of those that were loaded.
-            then = snapshot["settings"]
-            changeable = [name for name in self.optimizer.defaults if name in self.args.kept]
-            if any(getattr(self.args, name) != then.get(name) for name in changeable):
-                with warnings.catch_warnings(action="ignore"):  # no optimizer.step() between them
-                    for _ in range(snapshot["schedule"]["last_epoch"]):
-                        self.schedule.step()
-                snapshot["optimizer"]["param_groups"] = self.optimizer.state_dict()["param_groups"]
-                snapshot["schedule"] = self.schedule.state_dict()
-            self.model.module.load_state_dict(snapshot["model"])
-            self.optimizer.load_state_dict(snapshot["optimizer"])
-            self.schedule.load_state_dict(snapshot["schedule"])
-            if snapshot["scaler"]:  # the run before had one, too
-                self.scaler.load_state_dict(snapshot["scaler"])
-            self.epoch = snapshot["epoch"]
-            self.samples_seen = snapshot["samples_seen"]
-            # The sum over all ranks so far: one of them takes it up, or it would count again.
-            self.loss_sum.fill_(snapshot["loss_sum"] if self.rank == 0 else 0)
-            if self.rank < len(snapshot["rng_states"]):  # there may be more processes than then
-                set_rng_state(snapshot["rng_states"][self.rank], self.device)
-        except Exception as error:  # load_state_dict raises nearly everything
-            cannot_resume(self.args, error)
-        if self.rank == 0:
-            dist.barrier()
-        log(f"Resuming training from snapshot at Epoch {self.epoch}, sample {self.samples_seen}")
-
-    def _settle_buckets(self) -> None:
-        # After the first backward pass DDP regroups the gradients into other buckets, which changes
-        # the rounding. In a resumed run that would be at another step: so one pass is made here,
-        # before training. Its "loss" is the sum of all parameters, with Python's sum() in place of
-        # forward(), whatever inputs the model takes.
-        model = self.model.module
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        forward = model.forward
-        model.forward = sum
-        self.model([parameter.sum() for parameter in trained]).backward()
-        model.forward = forward
-
-    def _stop_agreed(self, step: int) -> int:
-        # If one rank left the loop alone, the others would hang in the next all-reduce. So all say
-        # which signal they have heard, if any, and the largest number counts. This costs a round
-        # trip: while steps take less than a second, it is done at every tenth only.
-        if step % self.ask_every > 0 and step < len(self.train_data):
-            return 0
-        parent = mp.parent_process()  # there is one with --nnodes
-        orphaned = parent is not None and not parent.is_alive()
-        heard = signal.SIGTERM if orphaned else self.stop.item()
-        slow = time.perf_counter() - self.asked > self.ask_every  # over a second per step
-        answer = torch.tensor([heard, slow], device=self.device)
-        dist.all_reduce(answer, op=dist.ReduceOp.MAX)
-        agreed, slow_anywhere = answer.tolist()
-        self.ask_every = 1 if slow_anywhere else 10
-        self.asked = time.perf_counter()
-        return agreed
+    def _load_snapshot(self) -> None:
+        path = self.args.snapshot_path
+        message = [None]
+        if self.rank == 0 and os.path.exists(path):
+            message = [open_snapshot(self.args)]
+        dist.broadcast_object_list(message, src=0)  # the nodes need not share a file system
+        snapshot = message[0]
+        if snapshot is None:
+            log(f"No snapshot at {path}, starting from the beginning")
+            return
+        self.model.module.load_state_dict(snapshot["model"])
+        self.optimizer.load_state_dict(snapshot["optimizer"])
+        self.schedule.load_state_dict(snapshot["schedule"])
+        self.epoch = snapshot["epoch"]
+        log(f"Resuming training from snapshot at Epoch {self.epoch}")
+        if snapshot["global_batch"] != self.train_data.batch_sampler.global_batch:
+            log(f"The global batch is another one than before ({snapshot['global_batch']} samples)")
 
 
-# --- setting up ---
-
-
-def ddp_setup(args: argparse.Namespace) -> torch.device:
-    if args.deterministic:  # first of all: the process group chooses its kernels, too
+def ddp_setup(local_rank: int, args: argparse.Namespace) -> torch.device:
+    if args.deterministic:  # before the process group, which chooses its kernels, too
         use_deterministic_kernels()
-    store = join(args)
-    if "OMP_NUM_THREADS" not in os.environ:  # or else every process takes all cores
-        torch.set_num_threads(max(1, torch.get_num_threads() // args.local_world_size))
+    rank = args.rank * args.nproc_per_node + local_rank
+    world_size = args.world_size * args.nproc_per_node
     device = torch.device("cpu")
     if args.device != "cpu":
-        device = choose_device(args)
+        device = torch.device(args.device, rank % torch.accelerator.device_count())
         torch.accelerator.set_device_index(device.index)
-    loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
-    if loopback and args.world_size == args.local_world_size:  # one node needs no network
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    elif "OMP_NUM_THREADS" not in os.environ:  # or every process would take all cores
+        torch.set_num_threads(max(1, torch.get_num_threads() // args.local_world_size))
+    backend = args.backend or dist.get_default_backend_for_device(device)
+    if not dist.is_backend_available(backend):  # on Windows there is no NCCL
+        backend = "gloo"
     dist.init_process_group(
-        args.backend,
-        store=store,
-        rank=args.rank,
-        world_size=args.world_size,
+        backend,
+        store=open_store(args),
+        rank=rank,
+        world_size=world_size,
         timeout=datetime.timedelta(seconds=args.timeout),
         device_id=None if device.type == "cpu" else device,
     )
-    line = f"[rank {args.rank} of {args.world_size}] host {socket.gethostname()} | device {device}"
-    line += f" | backend {dist.get_backend()} | threads {torch.get_num_threads()}"
-    log(line, every_rank=True)
+    where = f"device {device} | backend {dist.get_backend()} | threads {torch.get_num_threads()}"
+    print(f"[rank {rank} of {world_size}] {where}", flush=True)
     return device
 
 
 def join(args: argparse.Namespace) -> dist.Store:
-    # The store through which the processes find each other, once all of them are there.
-    if args.init_method is None:
-        return dist.HashStore()  # this process is alone
+    # The calls meet at a store, which that of rank 0 serves. Each says that it is there, and waits
+    # for the others, before it starts any process. So whoever is missing has a name.
+    me, ranks = f"rank {args.rank}", [f"rank {rank}" for rank in range(args.world_size)]
     url = urlsplit(args.init_method)
-    if url.scheme == "file":
-        store = dist.FileStore(url.path, args.world_size)
-    else:
-        socket.getaddrinfo(url.hostname, url.port)  # an unknown name is an error at once
 
-        def rank_0_missing() -> str:
-            try:
-                socket.create_connection((url.hostname, url.port), timeout=5).close()
-            except OSError as error:
-                hint = "is it started, is that its node's address, is there a firewall?"
-                return f"rank 0 at {args.init_method} ({error}; {hint})"
-            return ""
+    def missing_server() -> str:
+        try:
+            socket.create_connection((url.hostname, url.port), timeout=5).close()
+        except OSError as error:
+            return f"rank 0 at {args.init_method} ({error})"
+        return ""
 
-        if args.rank > 0:
-            wait_while(rank_0_missing, args)
-        store = dist.TCPStore(
-            url.hostname if args.rank > 0 else "localhost",  # rank 0 has the store itself
-            url.port,
-            args.world_size,
-            is_master=args.rank == 0,
-            timeout=datetime.timedelta(seconds=args.timeout),
-            wait_for_workers=False,
-            use_libuv=sys.platform != "win32",  # torch for Windows is built without
-        )
-        if args.rank > 0:
-            store.wait(["world size"])  # rank 0's counts: if it were refused, its store would go
-    call_the_roll(store, args)
+    def missing_ranks() -> str:
+        return ", ".join(name for name in ranks if not store.check([name]))
+
+    if url.scheme == "tcp" and args.rank > 0:
+        wait_while(missing_server, args.timeout)
+    try:
+        store = open_store(args, serve=args.rank == 0)
+    except RuntimeError as error:
+        sys.exit(f"error: {me} cannot serve {args.init_method}: {str(error).splitlines()[0]}")
+    world = f"{args.world_size} calls of {args.nproc_per_node} processes"
+    told = store.compare_set("world", "", world).decode()
+    if told != world:
+        sys.exit(f"error: {me} has a world of {world}, and another rank one of {told}")
+    if store.add(f"claims of {me}", 1) > 1:
+        sys.exit(f"error: there is a {me} already: give each call its own, or a new file://")
+    store.set(me, socket.gethostname())
+    wait_while(missing_ranks, args.timeout)
+    hosts = [store.get(name) for name in ranks]
+    args.local_world_size = hosts.count(store.get(me)) * args.nproc_per_node
     return store
 
 
-def call_the_roll(store: dist.Store, args: argparse.Namespace) -> None:
-    # Each rank says that it is there, and on which host, and waits for the others to say so. From
-    # this follow its local rank, and how many processes share its node. Whoever is refused must not
-    # have overwritten what the rightful rank wrote.
-    hint = ", or remove the file of an earlier run" if type(store) is dist.FileStore else ""
-    told = store.compare_set("world size", "", str(args.world_size)).decode()
-    if told != str(args.world_size):
-        raise ValueError(f"another process has --world-size {told}: give all the same{hint}")
-    if store.add(f"claims of rank {args.rank}", 1) > 1:
-        raise ValueError(f"there is a rank {args.rank} already: give each process its own{hint}")
-    boot_id = Path("/proc/sys/kernel/random/boot_id")  # hosts may have the same name
-    host = socket.gethostname() + (boot_id.read_text() if boot_id.exists() else "")
-    store.set(f"host of rank {args.rank}", host)
-    store.set(f"node of rank {args.rank}", f"{host} {args.node_rank}")  # one host may play several
-    if error := loopback_error(args):
-        store.set("loopback error", error)
-    store.set(f"rank {args.rank}", "is there")
-
-    def ranks_missing() -> str:
-        ranks = [f"rank {rank}" for rank in range(args.world_size)]
-        if store.check(ranks):
-            return ""
-        missing = [rank for rank in ranks if not store.check([rank])]
-        return ", ".join(missing if len(missing) < 20 else [*missing[:20], "..."])
-
-    wait_while(ranks_missing, args)
-    nodes = [store.get(f"node of rank {rank}") for rank in range(args.world_size)]
-    args.local_rank = nodes[: args.rank].count(nodes[args.rank])
-    args.local_world_size = nodes.count(nodes[args.rank])
-    hosts = {store.get(f"host of rank {rank}") for rank in range(args.world_size)}
-    if len(hosts) > 1 and store.check(["loopback error"]):
-        raise ValueError(store.get("loopback error").decode())
-
-
-def wait_while(missing: Callable[[], str], args: argparse.Namespace) -> None:
-    start = time.monotonic()
-    said = 0  # seconds after the start when it was last said who is missing
-    while names := missing():
-        seconds = time.monotonic() - start
-        if seconds > args.timeout:
-            raise ValueError(f"missing after {args.timeout} s: {names}")
-        if seconds > said + 10:
-            said += 10
-            log(f"[rank {args.rank}] still waiting for {names}")
-        time.sleep(0.1)
-
-
-def choose_device(args: argparse.Namespace) -> torch.device:
-    count = torch.accelerator.device_count()
-    if count == 1 and args.nnodes is None:  # CUDA_VISIBLE_DEVICES may show each another one
-        return torch.device(args.device, 0)
-    if args.local_world_size > count and args.backend != "gloo":
-        raise ValueError(
-            f"{args.local_world_size} processes on this node are more than {count} devices: start "
-            "fewer, or use --device cpu, or --backend gloo, where they may share one"
-        )
-    return torch.device(args.device, args.local_rank % count)
-
-
-def loopback_error(args: argparse.Namespace) -> str:
-    # An error's text, or "". gloo tells the other nodes to connect to what this node's name
-    # resolves to: Debian's installer makes that 127.0.1.1, where each would reach only itself.
-    name = socket.gethostname()
-    try:
-        address = socket.gethostbyname(name)
-    except OSError:
-        address = "127.0.0.1"  # which gloo takes for a name that nobody knows
-    if args.backend != "gloo" or "GLOO_SOCKET_IFNAME" in os.environ or address[:4] != "127.":
-        return ""
-    remedy = "export GLOO_SOCKET_IFNAME=its network interface (lo, if one machine plays all nodes)"
-    return f"on node {name} gloo takes {address} for its address: on it, {remedy}"
-
-
-def load_train_objs(args: argparse.Namespace, device: torch.device) -> tuple:
-    if args.local_rank > 0:
-        preload(args.dataset)  # what it imports, while the first process prepares the data
-        with waiting_for("the first process of each node, which prepares the data"):
-            dist.barrier()
-    train_set, test_set = load_dataset(args.dataset, args.data_dir)  # load your dataset
-    if args.local_rank == 0:
-        with waiting_for("the other nodes, which prepare the data"):
-            dist.barrier()
-    set_seed(args.seed)  # the same weights on every rank
-    model = build_model(args.model, train_set[0][0].shape).to(device)  # load your model
-    optimizer = torch.optim.SGD(
-        model.parameters(),
-        lr=args.lr,
-        momentum=args.momentum,
+def open_store(args: argparse.Namespace, serve: bool = False) -> dist.Store:
+    url = urlsplit(args.init_method)
+    if url.scheme == "file":
+        return dist.FileStore(url.path)
+    return dist.TCPStore(
+        url.hostname,
+        url.port,
+        is_master=serve,
+        wait_for_workers=False,
+        timeout=datetime.timedelta(seconds=args.timeout),
+        use_libuv=sys.platform != "win32",  # torch for Windows is built without
     )
+
+
+def wait_while(missing: Callable[[], str], timeout: int) -> None:
+    end = time.monotonic() + timeout
+    said = ""
+    while names := missing():
+        if names != said:
+            print(f"waiting for {names}", flush=True)
+        if time.monotonic() > end:
+            sys.exit(f"error: missing after {timeout} s: {names}")
+        said = names
+        time.sleep(0.5)
+
+
+def load_train_objs(args: argparse.Namespace, local_rank: int, device: torch.device) -> tuple:
+    rank = dist.get_rank()
+    phase = 0 if rank == 0 else 1 if local_rank == 0 else 2
+    for turn in range(3):  # rank 0 downloads, then the first process of each node, then all find it
+        if turn == phase:
+            train_set, test_set = load_dataset(args.dataset, args.data_dir)  # load your dataset
+        dist.barrier()
+    set_seed(device, args.seed)  # the same weights on every rank
+    model = build_model(args.model, train_set[0][0].shape).to(device)  # load your model
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1)  # load your schedule
     return train_set, test_set, model, optimizer, schedule
 
 
 def prepare_dataloader(
-    dataset: Dataset, sampler: Sampler, device: torch.device, num_workers: int
+    dataset: Dataset, batch_sampler: Sampler, device: torch.device, num_workers: int
 ) -> DataLoader:
     return DataLoader(
-        Batches(dataset),
-        sampler=sampler,
-        batch_size=None,  # the sampler gives whole batches
+        dataset,
+        batch_sampler=batch_sampler,
+        collate_fn=collate,
         num_workers=num_workers,
+        persistent_workers=num_workers > 0,
         multiprocessing_context=worker_context(num_workers),
-        worker_init_fn=obey_only_the_rank,
         pin_memory=device.type not in ("cpu", "mps"),
-        generator=torch.Generator(),  # its own, so that it draws nothing from the model's
+        generator=torch.Generator().manual_seed(torch.initial_seed()),  # not the model's
     )
 
 
-def main(args: argparse.Namespace, stop: torch.Tensor) -> None:
-    start = time.perf_counter()
-    try:
-        device = ddp_setup(args)
-    except (OSError, RuntimeError, ValueError) as error:
-        who = f"rank {args.rank} of {args.world_size}"
-        sys.exit(f"error: {who} cannot join at {args.init_method}: {one_line(error)}")
-    snapshot = find_snapshot(args)
-    line = "total_epochs: {total_epochs}, save_every: {save_every}, batch_size: {batch_size}"
-    log(line.format(**vars(args)))
-    train_set, test_set, model, optimizer, schedule = load_train_objs(args, device)
-    set_seed(args.seed, args.rank)  # from here on each rank has random numbers of its own
-    per_step = args.batch_size * args.accumulate
-    train_sampler = ShardedBatchSampler(
-        train_set, per_step, num_replicas=args.world_size, rank=args.rank, seed=args.seed
-    )
-    smallest = train_sampler.sizes()[0] // args.world_size // args.accumulate
-    if args.sync_bn:
-        smallest *= args.world_size
-    check_batch_norm(model, smallest, train_set)
-    shard = range(args.rank, len(test_set), args.world_size)  # no padding: every sample counts once
+def main(local_rank: int, args: argparse.Namespace) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, and the parent says so
+    if (
+        not mp.parent_process().is_alive()
+    ):  # killed meanwhile; from here on this process ends with it
+        sys.exit(1)
+    device = ddp_setup(local_rank, args)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    train_set, test_set, model, optimizer, schedule = load_train_objs(args, local_rank, device)
+    set_seed(device, args.seed, rank)  # from here on each rank draws its own
+    train_sampler = GlobalBatchSampler(train_set, args.batch_size, rank, world_size, seed=args.seed)
+    shard = range(rank, len(test_set), world_size)  # no padding: each sample counts once
     test_sampler = BatchSampler(shard, args.test_batch_size, drop_last=False)
     train_data = prepare_dataloader(train_set, train_sampler, device, args.num_workers)
     test_data = prepare_dataloader(test_set, test_sampler, device, args.num_workers)
-    trainer = Trainer(
-        model, train_data, test_data, optimizer, schedule, device, snapshot, stop, args
-    )
-    if args.check:
-        check(trainer)
-    else:
-        catch_stop_signals(stop)
-        trainer.train(args.total_epochs)
-    if not trainer.stopped:
-        log(f"Total time: {time.perf_counter() - start:.3f}s")
+    trainer = Trainer(model, train_data, test_data, optimizer, schedule, device, args)
+    trainer.train(args.total_epochs)
+    dist.barrier()  # rank 0 may still be saving, and all must leave together
     dist.destroy_process_group()
-    # After a stop the shells' number for a signal: not done yet.
-    leave(128 + trainer.stopped if trainer.stopped else 0)
 
 
-# --- plumbing ---
-
-
-def run(args: argparse.Namespace, stop: torch.Tensor) -> None:
+def spawn(objs: tuple, nproc: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: no tracebacks while processes start
     try:
-        main(args, stop)
-    except (DataError, OSError) as error:
-        sys.exit(f"error: {error}")
-    except RuntimeError as error:
-        # When a rank fails, the others lose it. Its error is the cause, and not theirs.
-        if not is_lost_peer(error):
-            raise
-        line = f"error: rank {args.rank} has lost the others, look there for the cause"
-        sys.exit(f"{line} ({one_line(error)})")
-
-
-def run_rank(local_rank: int, args: argparse.Namespace, stop: torch.Tensor) -> None:
-    args.rank += local_rank
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it, until it begins to train
-    run(args, stop)
-
-
-PATIENCE = 25  # seconds that ranks have to save after a request to stop; torchrun gives 30
-
-
-def spawn(args: argparse.Namespace, stop: torch.Tensor) -> None:
-    # Ranks inherit this: else Ctrl-C would end them with tracebacks while they start.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    context = mp.spawn(run_rank, (args, stop), args.nproc_per_node, join=False)
-    try:
-        catch_stop_signals(stop)
-        waited = 0  # seconds, since a stop was asked for
-        while not context.join(timeout=1, grace_period=5):
-            if stop.item():
-                waited += 1
-            if waited > PATIENCE:
-                log("error: not all ranks stopped: --resume goes on from the last snapshot")
-                sys.exit(128 + stop.item())
+        context = mp.spawn(main, objs, nproc, join=False)
+        signal.signal(signal.SIGINT, stop)
+        while not context.join(grace_period=5):
+            pass
     except mp.ProcessExitedException as error:
-        if error.exit_code > 0:  # stopped and saved, or it has said what is wrong
+        if error.exit_code > 0:  # it has said itself what is wrong
             sys.exit(error.exit_code)
-        if stop.item():  # ended by the signal before it could train
-            sys.exit(128 + stop.item())
         sys.exit(f"error: {error}: --resume goes on from the last snapshot")
-    finally:
-        for process in context.processes:
+    finally:  # whatever happens here, no process is left behind
+        for process in mp.active_children():
             process.kill()
 
 
-def is_lost_peer(error: RuntimeError) -> bool:
-    # By what gloo, NCCL and the store say when a peer has gone. All else is this rank's own fault.
-    said = ("closed by peer", "reset by peer", "writev", "for recv operation", "for send operation")
-    said += ("pair closure", "remote process exit", "collective operation timeout", "store->get(")
-    store_failed = isinstance(error, (dist.DistNetworkError, dist.DistStoreError))
-    return store_failed or any(words in str(error) for words in said)
-
-
-def one_line(error: Exception) -> str:
-    # NCCL names the cause in a later line than the first. The C++ frames come last.
-    return " ".join(str(error).split("Exception raised from")[0].split())
-
-
-def catch_stop_signals(stop: torch.Tensor) -> None:
-    # The handler only stores the signal's number: the loop looks at it after each step. `stop` is a
-    # tensor so that the processes of ddp_spawn.py and of multinode.py can share it.
-    def on_signal(signum: int, frame: object) -> None:
-        stop.fill_(signum)
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C
-
-    signal.signal(signal.SIGINT, on_signal)
-    signal.signal(signal.SIGTERM, on_signal)
-
-
-def leave(status: int) -> None:
-    # Not sys.exit: with torch 2.9, gloo's threads abort or block about one process in 300 while the
-    # interpreter shuts down. What sys.exit would do first is done here: wait for threads, and run
-    # what experiment trackers and others have registered with atexit.
-    threading._shutdown()
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    os._exit(status)
-
-
-tqdm.set_lock(threading.RLock())  # tqdm's own leaks a semaphore where a process is killed
-
-
-def log(line: str, every_rank: bool = False) -> None:
-    if dist.is_initialized() and dist.get_rank() > 0 and not every_rank:
-        return
-    tqdm.write(f"{line}\n", end="")  # one write, above the progress bar
-    sys.stdout.flush()
-
-
-@contextlib.contextmanager
-def waiting_for(whom: str) -> Iterator[None]:
-    # After ten seconds it says so: a download or a slow disk must not look like a hang. The wait
-    # itself is bounded by --timeout.
-    line = f"[rank {dist.get_rank()}] still waiting for {whom}"
-    timer = threading.Timer(10, log, (line, True))
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def find_snapshot(args: argparse.Namespace) -> dict | None:
-    # Rank 0 alone reads it, and broadcasts it with the settings that this run has kept.
-    snapshot = open_snapshot(args) if args.rank == 0 else None
-    settings = {name: getattr(args, name) for name in args.kept}
-    message = [snapshot, settings]
-    dist.broadcast_object_list(message, src=0)
-    snapshot, settings = message
-    vars(args).update(settings)
-    return snapshot
-
-
-def open_snapshot(args: argparse.Namespace) -> dict | None:
-    path = Path(args.snapshot_path)
-    if not args.resume:
-        return None
-    if not path.exists():
-        log(f"No snapshot at {path}, starting from the beginning")
-        return None
+def open_snapshot(args: argparse.Namespace) -> dict:
+    path = args.snapshot_path
     try:
         snapshot = torch.load(path, map_location="cpu", weights_only=True)
-        # A resumed run goes on as it was started, but for what its own command line says.
-        for name in args.kept:
-            now = getattr(args, name)
-            then = snapshot["settings"].get(name, now)  # not every script has every option
-            if name not in args.given:
-                setattr(args, name, then)
-            elif then != now and name in ("dataset", "model", "seed"):
-                raise ValueError(f"made with --{name} {then}, and this run has {now}")
-            elif then != now:
-                log(f"{name}: {now} from the command line, not the snapshot's {then}")
+        for name in ("dataset", "model", "lr", "momentum", "seed"):
+            then, now = snapshot["args"][name], getattr(args, name)
+            if then != now:
+                sys.exit(f"error: {path} was made with --{name} {then}, and this run has {now}")
     except Exception as error:  # torch.load raises nearly everything
-        cannot_resume(args, error)
+        sys.exit(f"error: {path} is not a snapshot of these scripts ({error!r:.200})")
+    if snapshot.get("samples_seen"):
+        sys.exit(f"error: {path} was saved in mid-epoch: go on with ddp_torchrun.py")
     return snapshot
 
 
-def cannot_resume(args: argparse.Namespace, error: Exception) -> NoReturn:
-    path = args.snapshot_path
-    reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-    sys.exit(f"error: cannot resume from {path} ({reason}): name another --snapshot-path")
+def stop(signum: int, frame: object) -> None:
+    signal.signal(signum, signal.SIG_IGN)  # once is enough
+    os.write(2, b"stopped: --resume goes on from the last snapshot\n")
+    sys.exit(128 + signum)  # the shells' number for a signal
 
 
-AMP = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def device_names() -> list[str]:
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None or found.type == "mps":  # no backend serves MPS
-        return ["cpu"]
-    return [found.type, "cpu"]
-
-
-def find_ranks(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    # The arguments say which rank this process has and how to reach the others, or else the
-    # environment. Where neither does, it is alone.
-    by_node = args.nnodes is not None or args.node_rank is not None
-    if by_node and {"rank", "world_size"} & set(args.given):
-        parser.error("--nnodes and --node-rank stand in for --rank and --world-size: not both")
-    if by_node and None in (args.nnodes, args.node_rank, args.init_method):
-        parser.error("--nnodes, --node-rank and --init-method go together")
-    if args.nproc_per_node is not None and not by_node:
-        parser.error("--nproc-per-node goes with --nnodes, --node-rank and --init-method")
-    if args.nproc_per_node is None:
-        args.nproc_per_node = 2 if args.device == "cpu" else torch.accelerator.device_count()
-    if by_node:
-        args.rank = args.node_rank * args.nproc_per_node
-        args.world_size = args.nnodes * args.nproc_per_node
-    if (args.init_method, args.rank, args.world_size) == (None, None, None):
-        vars(args).update(rank=0, world_size=1, local_rank=0, local_world_size=1)
-        return
-    if args.rank is None or args.world_size is None:
-        parser.error("--rank and --world-size, or RANK and WORLD_SIZE, go with --init-method")
-    if args.init_method in (None, "env://"):
-        host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-        if not host or not port:
-            parser.error("export MASTER_ADDR and MASTER_PORT, or use --init-method tcp://host:port")
-        args.init_method = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-    if args.rank >= args.world_size:
-        parser.error(f"rank {args.rank} is not in a world of {args.world_size}: they count from 0")
-    port = re.fullmatch(r"tcp://.+:(\d+)", args.init_method)
-    if not (port and 0 < int(port[1]) < 2**16) and not args.init_method.startswith("file:///"):
-        parser.error(f"--init-method {args.init_method}: write tcp://host:port or file:///path")
-    if not port and not os.access(Path(args.init_method[7:]).parent, os.W_OK):
-        parser.error(f"--init-method {args.init_method}: name a file in a folder that is there")
+def log(line: str) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        tqdm.write(line)  # above the progress bar
+        sys.stdout.flush()
 
 
 def at_least(low: float) -> Callable[[str], float]:
-    # For add_argument(type=...): argparse puts the option's name before what is wrong with it.
     def number(text: str) -> float:
         value = type(low)(text)  # int or float
-        if not low <= value < 2**32:
-            raise argparse.ArgumentTypeError(f"{text} is out of range, which begins at {low}")
+        if not value >= low:
+            raise argparse.ArgumentTypeError(f"{text} is less than {low}")
         return value
 
-    number.__name__ = type(low).__name__  # argparse: "invalid int value"
     return number
 
 
 def parse_args() -> argparse.Namespace:
-    devices = device_names()
-    job = argparse.ArgumentParser(add_help=False)  # what --resume takes from the snapshot
-    add = job.add_argument
+    found = torch.accelerator.current_accelerator(check_available=True)
+    devices = [found.type, "cpu"] if found and found.type != "mps" else ["cpu"]
+    parser = argparse.ArgumentParser(usage="%(prog)s [total_epochs] [save_every] [options]")
+    add = parser.add_argument
     add("total_epochs", nargs="?", type=at_least(1), default=5, help="how many epochs to train")
     add("save_every", nargs="?", type=at_least(1), default=1, help="epochs between two snapshots")
     add("--batch-size", "--batch_size", type=at_least(1), default=32, help="samples per device")
@@ -743,72 +384,68 @@ def parse_args() -> argparse.Namespace:
     add("--data-dir", default="data", help="where torchvision keeps or downloads the others")
     add("--model", choices=MODELS, help="default: what suits the data set")
     add("--seed", type=at_least(0), default=42)
-    add("--accumulate", type=at_least(1), default=1, help="micro-batches per step")
-    add("--amp", choices=AMP, default="off", help="automatic mixed precision")
-    usage = "%(prog)s [total_epochs] [save_every] [options]"
-    title = __doc__.split("\n")[0]
-    parser = argparse.ArgumentParser(parents=[job], usage=usage, description=title)
-    add = parser.add_argument
     add("--deterministic", action="store_true", help="deterministic kernels on an accelerator")
-    add("--device", choices=["auto", *devices], default="auto")
-    add("--snapshot-path", default="checkpoint.pt")
-    add("--resume", action="store_true", help="go on from the snapshot where there is one")
-    add("--log-interval", type=at_least(0), default=0, help="steps between loss lines (0: none)")
-    add("--log-dir", help="folder for TensorBoard's event files")
-    add("--no-progress", action="store_true", help="no progress bar")
-    add("--num-workers", type=at_least(0), default=0, help="loader processes; 4 for files, say")
-    add("--compile", action="store_true", help="torch.compile: slow to start; measure if it pays")
-    add("--sync-bn", action="store_true", help="BatchNorm over all ranks; not on a CPU")
-    add("--nproc-per-node", type=at_least(1), help="default: one per device, 2 on a CPU")
-    add("--init-method", help="tcp://node-of-rank-0:port, file:///shared/new_file, or env://")
-    rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
-    add("--rank", type=at_least(0), default=rank, help="this process's number, from 0")
-    add("--world-size", type=at_least(1), default=world_size, help="how many processes there are")
-    add("--nnodes", type=at_least(1), help="instead of --world-size: how many nodes there are")
-    add("--node-rank", type=at_least(0), help="instead of --rank: this node's number, from 0")
-    add("--check", action="store_true", help="join and measure, but do not train")
+    add("--device", choices=devices, default=devices[0])
+    add("--nproc-per-node", type=at_least(1), help="default: one per device, 1 on a CPU")
+    add("--init-method", default="env://", help="tcp://host:port of node 0, or file:///shared/file")
+    add("--rank", type=at_least(0), help="the number of this call, from 0: one call per node")
+    add("--world-size", type=at_least(1), help="how many calls")
     add("--epochs", type=at_least(1), help="the same as total_epochs")
     add("--no-cuda", action="store_true", help="the same as --device cpu")
-    add("--backend", default="auto", help="nccl, gloo ...; auto: what suits the device")
-    add("--timeout", type=at_least(1), default=600, help="seconds to join, or for a collective")
-    if dist.is_torchelastic_launched():
-        parser.error("torchrun starts ddp_torchrun.py; this script is for ranks given by hand")
+    backends = [name for name in dist.Backend.backend_list if dist.is_backend_available(name)]
+    add("--backend", choices=backends, help="default: what suits the device")
+    add("--timeout", type=at_least(1), default=600, help="seconds for a collective")
+    add("--num-workers", type=at_least(0), default=0, help="loader processes; 4 for files, say")
+    add("--log-interval", type=at_least(0), default=0, help="steps between loss lines (0: none)")
+    add("--snapshot-path", default="checkpoint.pt")
+    add("--resume", action="store_true", help="go on from the snapshot where there is one")
     args = parser.parse_args()
-    args.kept = [*vars(job.parse_args([]))]
-    # Parsed again with None for every default: what is not None now was given.
-    parser.set_defaults(**dict.fromkeys(vars(args)))
-    args.given = [name for name, value in vars(parser.parse_args()).items() if value is not None]
-    if args.epochs is not None:
-        args.total_epochs = args.epochs
-        args.given.append("total_epochs")
-    args.device = "cpu" if args.no_cuda else args.device
     args.model = args.model or DEFAULT_MODEL[args.dataset]
-    args.device = devices[0] if args.device == "auto" else args.device
-    find_ranks(parser, args)
-    if args.backend == "auto":
-        args.backend = dist.get_default_backend_for_device(args.device)
-        if not dist.is_backend_available(args.backend):  # on Windows there is no NCCL
-            args.backend = "gloo"
-    serves = dist.Backend.backend_capability.get(args.backend, [])
-    if args.device not in serves or not dist.is_backend_available(args.backend):
-        parser.error(f"--backend {args.backend} does not work on {args.device} here: use auto")
-    if args.sync_bn and args.device == "cpu":
-        parser.error("--sync-bn needs an accelerator: leave it out on a CPU")
-    compilers = (os.environ.get("CXX", "g++"), "clang++", "cl")
-    if args.compile and not any(shutil.which(name) for name in compilers):
-        parser.error("--compile needs a C++ compiler: install g++, or leave it out")
     path = Path(args.snapshot_path)
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         parser.error(f"--snapshot-path {path}: name a file in a folder that you may write to")
-    if args.log_dir and not importlib.util.find_spec("tensorboard"):
-        parser.error("--log-dir needs TensorBoard: pip install tensorboard")
+    args.total_epochs = args.epochs or args.total_epochs
+    args.device = "cpu" if args.no_cuda else args.device
+    find_ranks(parser, args)
     return args
+
+
+def find_ranks(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    if dist.is_torchelastic_launched():
+        parser.error("torchrun starts ddp_torchrun.py; this script is for ranks given by hand")
+    count = 1 if args.device == "cpu" else torch.accelerator.device_count()
+    if args.rank is None and args.world_size is None and "RANK" in os.environ:
+        args.rank, args.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        args.nproc_per_node = args.nproc_per_node or 1  # there, ranks are processes
+    args.nproc_per_node = args.nproc_per_node or count
+    if args.device != "cpu" and args.nproc_per_node > count:
+        parser.error(f"{args.nproc_per_node} processes are more than {count} devices")
+    if args.rank is None or args.world_size is None:
+        parser.error("give --rank and --world-size, or export RANK and WORLD_SIZE")
+    if args.rank >= args.world_size:
+        parser.error(f"rank {args.rank} is not in a world of {args.world_size}: they count from 0")
+    if args.init_method == "env://":
+        address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        if not address or not port:
+            parser.error("export MASTER_ADDR and MASTER_PORT, or use --init-method tcp://host:port")
+        args.init_method = f"tcp://{address}:{port}"
+    try:
+        url = urlsplit(args.init_method)
+        if url.scheme == "tcp" and url.port:
+            socket.getaddrinfo(url.hostname, url.port)  # an unknown name is an error at once
+        elif url.scheme != "file" or not url.path:
+            raise ValueError("write tcp://host:port or file:///path")
+    except (OSError, ValueError) as error:
+        parser.error(f"--init-method {args.init_method}: {error}")
 
 
 if __name__ == "__main__":
     args = parse_args()
-    try:
-        launch = run if args.nnodes is None else spawn
-        launch(args, stop=torch.zeros((), dtype=torch.int32))
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+    start = time.perf_counter()
+    epochs = f"total_epochs: {args.total_epochs}, save_every: {args.save_every}"
+    log(f"{epochs}, batch_size: {args.batch_size}")
+    store = join(args)  # kept until the end: rank 0's parent serves it
+    spawn((args,), args.nproc_per_node)
+    log(f"Total time: {time.perf_counter() - start:.3f}s")

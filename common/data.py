@@ -1,33 +1,33 @@
 """Data sets as uint8 tensors in memory, fetched a batch at a time, and who trains on what.
 
 `load_dataset` gives (train, test). `digits`, the default, is generated and needs no download;
-the others come through torchvision. `ShardedBatchSampler` deals an epoch's samples to the ranks,
-and `Batches` fetches them, from any map-style data set.
+the others come through torchvision. `GlobalBatchSampler` deals an epoch's samples to the ranks.
+`collate` and `worker_context` are for the `DataLoader` of any map-style data set.
 """
 
-import contextlib
 import importlib
+import math
 import multiprocessing.context
-import os
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import signal
 import sys
-import threading
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils._pytree import tree_map_only
-from torch.utils.data import Dataset, DistributedSampler, default_collate, get_worker_info
-
-from common.seed import set_seed
+from torch.utils.data import Dataset, Sampler, default_collate
 
 DATASETS = ("digits", "mnist", "fashion-mnist", "cifar10")
 
 
-class DataError(RuntimeError):
-    """The data cannot be had. The message is one line that names the thing and the remedy."""
+class DataError(SystemExit):
+    """The data cannot be had. The message is one line that names the thing and the remedy.
+
+    It ends the process with that line and status 1, in a child process, too.
+    """
 
 
 class ImageDataset(Dataset):
@@ -69,176 +69,88 @@ class ImageDataset(Dataset):
         return images, self.targets.index_select(0, indices)
 
 
-class Batches(Dataset):
-    """Any map-style data set, asked for a batch at a time; every batch has the same structure.
-
-    For `DataLoader(Batches(dataset), sampler=..., batch_size=None)`, with a sampler that yields
-    lists of indices. A data set that defines `__getitems__(indices)` is asked once a batch, and
-    may return a tuple, which is the batch; all else is stacked by torch's `default_collate`.
-
-    In a loader's worker process every batch draws from a seed of its own, made of the loader's for
-    this epoch and the batch's first index: random augmentation differs by rank, epoch and sample,
-    does not depend on the number of workers, and goes on exactly where a run was stopped.
-
-    Raises:
-        DataError: the data set is empty.
-    """
-
-    def __init__(self, dataset: Dataset) -> None:
-        if len(dataset) == 0:
-            raise DataError("a data set is empty: look at what loads it")
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, indices: list[int]) -> Any:
-        """The batch of these samples, (B, ...) each; B may be 0, where a rank has no sample."""
-        if not indices:
-            return tree_map_only(torch.Tensor, lambda tensor: tensor[:0], self[[0]])
-        worker = get_worker_info()
-        if worker:
-            set_seed(worker.seed - worker.id + indices[0])
-        if hasattr(self.dataset, "__getitems__"):
-            batch = self.dataset.__getitems__(indices)
-        else:
-            batch = [self.dataset[index] for index in indices]
-        return batch if isinstance(batch, tuple) else default_collate(batch)
-
-
-if sys.platform == "linux":
-
-    class ForkedWorker(multiprocessing.context.ForkProcess):
-        """A loader's worker, which is known to run when `start` returns.
-
-        With Python 3.11 the child of a fork hangs if another thread, such as gloo's or NCCL's, was
-        about to take the GIL: with torch 2.15, of forks right after a collective, one in a hundred
-        to a thousand. Whoever gives no sign of life is killed, and forked anew.
-
-        Raises:
-            RuntimeError: six in a row gave none.
-        """
-
-        patience = 10.0  # seconds
-
-        @staticmethod
-        def _Popen(worker: "ForkedWorker") -> Any:  # the fork itself
-            for _ in range(6):
-                worker.sign = multiprocessing.get_context("fork").Event()
-                # The worker inherits this: until `obey_only_the_rank` runs, no signal may end it.
-                mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-                try:
-                    forked = multiprocessing.context.ForkProcess._Popen(worker)
-                finally:
-                    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-                if worker.sign.wait(worker.patience):
-                    return forked
-                forked.kill()
-                forked.wait()
-            raise RuntimeError("no fork of a loader's worker gives a sign of life: --num-workers 0")
-
-        def run(self) -> None:
-            self.sign.set()
-            super().run()
-
-    class ForkedWorkers(multiprocessing.context.ForkContext):
-        """A context of multiprocessing whose processes are `ForkedWorker`s."""
-
-        Process = ForkedWorker
+def collate(batch: Any) -> Any:
+    """Stack samples into a batch; a data set with `__getitems__` gives whole batches already."""
+    return batch if isinstance(batch, tuple) else default_collate(batch)
 
 
 def worker_context(num_workers: int) -> multiprocessing.context.BaseContext | None:
-    """For `DataLoader(multiprocessing_context=...)`: how its workers start; None is torch's way.
+    """For `DataLoader(multiprocessing_context=...)`: workers are forked from a server process.
 
-    On Linux they are forked, and there at once; elsewhere each starts Python anew. It goes with
-    `worker_init_fn=obey_only_the_rank`, as forked workers start with signals blocked.
+    A worker that is forked from a rank may hang, because gloo's or NCCL's threads may hold a lock
+    at that moment. A worker that is spawned needs two seconds to import torch. The server has no
+    threads, and imports torch once. Server and workers do not hear SIGINT and SIGTERM: requests to
+    stop are for the rank, and they end with it. Windows can only spawn: there this returns None.
+    https://docs.python.org/3/library/multiprocessing.html#contexts-and-start-methods
     """
-    return ForkedWorkers() if num_workers > 0 and sys.platform == "linux" else None
+    if num_workers == 0 or sys.platform == "win32":
+        return None
+    multiprocessing.forkserver.set_forkserver_preload(["torch", "tqdm"])
+    multiprocessing.resource_tracker.ensure_running()  # which would unblock the signals
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    multiprocessing.forkserver.ensure_running()  # it inherits what is blocked
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return multiprocessing.get_context("forkserver")
 
 
-def obey_only_the_rank(worker_id: int) -> None:
-    """For `DataLoader(worker_init_fn=...)`: only the process that uses a worker may end it.
+class GlobalBatchSampler(Sampler[list[int]]):
+    """Each rank's share of each global batch, for `DataLoader(batch_sampler=...)`.
 
-    A scheduler's SIGTERM and Ctrl-C reach all processes of a job. Workers that end by them take
-    their rank down before it can save. On Linux: elsewhere a worker cannot tell who has sent a
-    signal, and this does nothing.
-    """
-    if not hasattr(signal, "sigwaitinfo"):
-        return
+    An epoch is one permutation of the data, drawn from `seed + epoch`, cut into global batches of
+    equal size (to within one sample); of each, rank r takes every `world_size`-th sample from the
+    r-th on. So step k has the same samples at any number of processes, and none is padded, repeated
+    or left out. (DistributedSampler pads the epoch, and the last batch is a short one.)
 
-    def wait() -> None:
-        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
-            pass
-        os._exit(0)
-
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    threading.Thread(target=wait, daemon=True).start()
-
-
-class ShardedBatchSampler(DistributedSampler):
-    """Deals each epoch's permutation to the ranks, one global batch after the other.
-
-    The permutation is DistributedSampler's own, randperm seeded with `seed + epoch`, and so is
-    the rule: of each global batch rank r takes every `num_replicas`-th sample from the r-th on.
-    Joined over the ranks, step k is therefore the same set of samples at any number of
-    processes. What differs from DistributedSampler + BatchSampler:
-
-    - Nothing is padded or dropped. Instead of a short batch at its end, an epoch has global
-      batches of one size, to within one sample: 97 samples in batches of at most 32 are 24, 24,
-      24 and 25. The ranks' shares of one differ by one sample at the most. A rank gets none
-      where a global batch has fewer samples than there are ranks; it takes the step all the
-      same, as collectives need. Weigh the loss by the size of the global batch: `sizes`.
-    - An epoch can be entered in the middle, at another number of processes too.
-    - It yields lists of indices, whole batches, for `DataLoader(sampler=..., batch_size=None)`.
+    Args:
+        batch_size: samples per rank and step, at the most.
 
     Raises:
-        DataError: the data set is empty.
-
-    https://docs.pytorch.org/docs/stable/data.html#torch.utils.data.distributed.DistributedSampler
+        ValueError: there are fewer samples than ranks.
     """
 
     def __init__(
-        self, dataset: Dataset, batch_size: int, num_replicas: int, rank: int, seed: int
+        self, dataset: Dataset, batch_size: int, rank: int = 0, world_size: int = 1, seed: int = 0
     ) -> None:
-        if len(dataset) == 0:
-            raise DataError("the training set is empty: look at what loads it")
-        super().__init__(dataset, num_replicas=num_replicas, rank=rank, seed=seed)
-        self.global_batch = batch_size * num_replicas
-        self.start = 0
+        self.samples = len(dataset)
+        self.global_batch = batch_size * world_size
+        self.rank = rank
+        self.world_size = world_size
+        self.seed = seed
+        if self.samples == 0:
+            raise ValueError("the training set is empty")
+        self.set_epoch(0)
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
-        """Choose the epoch's permutation, and how many samples of it the job has seen already."""
-        super().set_epoch(epoch)
+        """Choose the permutation, and how many samples of it the job has seen already.
+
+        Raises:
+            ValueError: some samples are left, but fewer than there are ranks.
+        """
+        self.epoch = epoch
         self.start = start
+        if 0 < self.samples - start < self.world_size:
+            left = self.samples - start
+            raise ValueError(
+                f"{left} samples are left for {self.world_size} processes: start fewer"
+            )
 
     def sizes(self) -> list[int]:
         """The number of samples of each global batch to come, over all ranks."""
         steps = len(self)
-        size, larger = divmod(len(self.dataset) - self.start, max(steps, 1))
-        # The smaller ones first: what cannot train on them fails at the first step, not the last.
+        size, larger = divmod(self.samples - self.start, max(steps, 1))
         return [size] * (steps - larger) + [size + 1] * larger
+
+    def __len__(self) -> int:
+        remaining = self.samples - self.start
+        return min(math.ceil(remaining / self.global_batch), remaining // self.world_size)
 
     def __iter__(self) -> Iterator[list[int]]:
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        order = torch.randperm(len(self.dataset), generator=generator)
+        order = torch.randperm(self.samples, generator=generator)
         first = self.start
-        for size in self.sizes():  # not order.split(): millions of tensors at once
-            window = order[first : first + size]
-            yield window[self.rank :: self.num_replicas].tolist()
+        for size in self.sizes():
+            yield order[first + self.rank : first + size : self.world_size].tolist()
             first += size
-
-    def __len__(self) -> int:
-        return len(range(self.start, len(self.dataset), self.global_batch))
-
-
-def preload(name: str) -> None:
-    """Import what `load_dataset(name, ...)` will need: a second's work, while another one loads.
-
-    Raises nothing: what is amiss is for `load_dataset` to say.
-    """
-    if name != "digits":
-        with contextlib.suppress(DataError):
-            import_torchvision()
 
 
 def load_dataset(name: str, data_dir: str) -> tuple[ImageDataset, ImageDataset]:
@@ -249,7 +161,7 @@ def load_dataset(name: str, data_dir: str) -> tuple[ImageDataset, ImageDataset]:
 
     Raises:
         DataError: download failed, file missing or damaged, folder not writable, torchvision
-            missing or not the one for this torch.
+            missing or not the one for this torch. It is a SystemExit.
     """
     if name == "digits":
         return make_digits(12_000, seed=0), make_digits(2_000, seed=1)
@@ -333,8 +245,8 @@ def import_torchvision() -> ModuleType:
         return importlib.import_module("torchvision")
     except Exception as error:  # a build for another torch fails in many ways
         raise DataError(
-            f"torchvision does not work with torch {torch.__version__} ({_first_line(error)}): "
-            "install the two together, pip install --upgrade torch torchvision"
+            f"error: torchvision does not work with torch {torch.__version__} "
+            f"({_first_line(error)}): pip install --upgrade torch torchvision, the two together"
         ) from error
 
 
@@ -351,7 +263,7 @@ def _load_torchvision(name: str, data_dir: str) -> tuple[ImageDataset, ImageData
             if len(images) != len(targets) or len(images) == 0 or targets.max() > 9:
                 raise ValueError(f"{len(images)} images and {len(targets)} labels do not match")
         except Exception as error:
-            raise DataError(_explain(error, class_name, data_dir)) from error
+            raise DataError(f"error: {_explain(error, class_name, data_dir)}") from error
         sets.append(ImageDataset(images.contiguous(), targets, mean, std))
     return sets[0], sets[1]
 
