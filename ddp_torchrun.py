@@ -137,10 +137,10 @@ class Trainer:
         return 0
 
     def _settle_buckets(self) -> None:
-        # After its first backward pass DDP regroups the gradients into other buckets, and with three
-        # or more ranks the sums round differently. A resumed run would do so at another step. So one
-        # pass is made before training. Its "loss" is the sum of all parameters: Python's sum() in
-        # place of forward() fits any model.
+        # After its first backward pass DDP regroups the gradients into other buckets. With three or
+        # more ranks the sums then round differently, in a resumed run at another step. So one pass
+        # is made before training. Its "loss" is the sum of all parameters: Python's sum(), in place
+        # of forward(), fits any model.
         model = self.model.module
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         model.forward = sum
