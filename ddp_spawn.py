@@ -18,6 +18,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -232,6 +233,7 @@ def main(rank: int, train_set: Dataset, test_set: Dataset, args: argparse.Namesp
         not mp.parent_process().is_alive()
     ):  # killed meanwhile; from here on this process ends with it
         sys.exit(1)
+    tqdm.set_lock(threading.RLock())  # tqdm's own leaks a semaphore where a process is killed
     device = ddp_setup(rank, args)
     world_size = dist.get_world_size()
     model, optimizer, schedule = load_train_objs(args, train_set, device)

@@ -21,6 +21,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -301,6 +302,7 @@ def main(local_rank: int, args: argparse.Namespace) -> None:
         not mp.parent_process().is_alive()
     ):  # killed meanwhile; from here on this process ends with it
         sys.exit(1)
+    tqdm.set_lock(threading.RLock())  # tqdm's own leaks a semaphore where a process is killed
     device = ddp_setup(local_rank, args)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     train_set, test_set, model, optimizer, schedule = load_train_objs(args, local_rank, device)

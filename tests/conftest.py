@@ -7,8 +7,9 @@ import re
 import signal
 import sys
 import time
+import uuid
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -145,28 +146,50 @@ def fork(run):
 
 
 @pytest.fixture
-def parse(tmp_path, monkeypatch):
-    """parse(script, *arguments) -> the script as a module, and what it makes of the arguments.
+def command_line(tmp_path, monkeypatch):
+    """command_line(script, *arguments) -> the script as a module, with these in sys.argv.
 
     In the tests' own process, as on a machine without accelerators, also in a test marked gpu.
     """
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # as multinode.py does, for all that follows
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available=False: None
+    )
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "")  # ddp_torchrun.py sets them where nobody has
+        monkeypatch.delenv(name)
+
+    def command_line(script: str, *arguments: object) -> ModuleType:
+        monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
+        return importlib.import_module(script.removesuffix(".py"))
+
+    return command_line
+
+
+@pytest.fixture
+def parse(command_line, tmp_path):
+    """parse(script, *arguments) -> the script as a module, and what it makes of the arguments.
+
+    multinode.py gets a file to meet at, and is alone there, where the arguments name no rank.
+    """
 
     def parse(script: str, *arguments: object) -> tuple:
-        module = importlib.import_module(script.removesuffix(".py"))
-        monkeypatch.setattr(module, "device_names", lambda: ["cpu"])
-        monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
+        if script == "multinode.py" and not {"--rank", "--world-size"} & {*arguments}:
+            if "--init-method" not in arguments:
+                arguments += ("--init-method", f"file://{tmp_path}/output-{uuid.uuid4().hex}")
+            arguments += ("--rank", 0, "--world-size", 1)
+        module = command_line(script, *arguments)
         return module, module.parse_args()
 
     return parse
 
 
 @pytest.fixture
-def make(parse, monkeypatch):
+def make(parse, monkeypatch, tmp_path):
     """make(script, *arguments) -> the module, and the Trainer that its main() makes: of 40 digits,
     and 10 to test on. `make.calls` is what main() does besides, in its order; `make.asked` are
-    load_dataset's arguments, `make.total_epochs` is train's."""
+    load_dataset's arguments, `make.total_epochs` is train's. ddp_spawn.py's data are its parent's,
+    so there is no `make.asked`."""
     monkeypatch.setattr(mp, "parent_process", lambda: SimpleNamespace(is_alive=lambda: True))
     data_parallel = sys.modules["torch.nn.parallel.data_parallel"]
     monkeypatch.setattr(data_parallel, "_get_available_device_type", lambda: None)
@@ -179,32 +202,32 @@ def make(parse, monkeypatch):
         if dist.is_initialized():
             dist.destroy_process_group()
         module, args = parse(script, *arguments)
-        data, stop = (make_digits(40, 0), make_digits(10, 1)), torch.zeros((), dtype=torch.int32)
-        trainers, make.calls = [], []
+        data, trainers, make.calls = (make_digits(40, 0), make_digits(10, 1)), [], []
+
+        def load_dataset(*given: object) -> tuple:
+            make.asked = given
+            return data
+
+        def train(self: object, total_epochs: int) -> None:
+            make.total_epochs = total_epochs
+            trainers.append(self)
+            make.calls.append("train")
+
         with pytest.MonkeyPatch.context() as patch:
-            load_dataset = lambda *given: setattr(make, "asked", given) or data  # noqa: E731
             patch.setattr(module, "load_dataset", load_dataset)
-            patch.setattr(module, "catch_stop_signals", lambda stop: None)
-            patch.setattr(module, "leave", make.calls.append, raising=False)
+            patch.setattr(module.Trainer, "train", train)
+            patch.setattr(signal, "signal", lambda *_: None)
             for name in ("barrier", "destroy_process_group"):
                 patch.setattr(dist, name, lambda name=name: make.calls.append(name))
-
-            def train(self: object, total_epochs: int) -> None:
-                make.total_epochs = total_epochs
-                trainers.append(self)
-                make.calls.append("train")
-
-            patch.setattr(module.Trainer, "train", train)
             if script == "ddp_spawn.py":
-                args.nproc_per_node = args.world_size = 1  # and this process is it
-                args.local_world_size = 1
-                done = SimpleNamespace(processes=[], join=lambda **_: True)
-                spawn = lambda main, objs, count, join: main(0, *objs) or done  # noqa: E731
-                patch.setattr(mp, "spawn", spawn)
-                patch.setattr(signal, "signal", lambda *_: None)
-                module.spawn(args, stop)
+                args.nproc_per_node = 1  # and this process is it
+                args.store = str(tmp_path / f"output-{uuid.uuid4().hex}")
+                module.main(0, *data, args)
+            elif script == "multinode.py":
+                module.join(args)
+                module.main(0, args)
             else:
-                module.main(args, stop)
+                module.main(args)
         return module, trainers[0]
 
     yield make
@@ -214,12 +237,12 @@ def make(parse, monkeypatch):
 
 
 @pytest.fixture
-def refuse(parse, capsys, tmp_path):
+def refuse(command_line, capsys, tmp_path):
     """refuse(script, *arguments) -> the error of arguments that it does not take."""
 
     def refuse(script: str, *arguments: object) -> str:
         with pytest.raises(SystemExit) as caught:
-            parse(script, *arguments)
+            command_line(script, *arguments).parse_args()
         assert caught.value.code == 2
         return refusal(capsys.readouterr().err, script, tmp_path)
 
@@ -234,9 +257,8 @@ def whole(tmp_path_factory):
     made = {}
 
     def whole(launch: tuple) -> tuple[tuple, str, dict]:
-        # The ConvNet has dropout: its masks are the same only if every rank's RNG is restored.
-        options = (2, *launch[1:], *data, "--model", "convnet", "--no-progress")
-        options += ("--log-interval", 1)
+        # The ConvNet has dropout: its masks are the same only if they are seeded as before.
+        options = (2, *launch[1:], *data, "--model", "convnet", "--log-interval", 1)
         if launch not in made:
             text = Job(command(launch[0], *options), folder, {}, fork=True).finish()
             made[launch] = text, load(folder / "checkpoint.pt")

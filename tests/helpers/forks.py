@@ -72,8 +72,7 @@ class Fork:
 def start_the_server() -> None:
     """The process that has imported everything and waits to be forked."""
     CONTEXT.set_forkserver_preload([*PRELOAD])
-    # These two are read when torch is loaded: one thread a process, as in conftest.py, and what
-    # multinode.py asks for.
+    # These are read when torch is loaded: one thread a process, as in conftest.py, and no warnings.
     asked = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     before = {name: os.environ.get(name) for name in asked}
     os.environ.update(asked)
@@ -166,14 +165,9 @@ def end(function: Callable[[], None]) -> None:
 
 
 def fork_what_mp_spawn_would_start() -> None:
-    import torch
     import torch.multiprocessing as mp
 
     def spawn(function: Callable, args: tuple = (), nprocs: int = 1, join: bool = True) -> object:
-        for argument in args:
-            if isinstance(argument, torch.Tensor):
-                argument.share_memory_()  # as when it is sent to a process that is spawned
-
         def as_in_a_new_process(*given: object) -> None:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             atexit._clear()  # the parent's: its temporary folder is not for a rank to remove

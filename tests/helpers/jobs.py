@@ -18,6 +18,10 @@ SITE = ROOT / "tests" / "site"
 SCRIPTS = ("single_gpu.py", "data_parallel.py", "ddp_spawn.py", "ddp_torchrun.py", "multinode.py")
 # Standalone: its own port, also where torchrun's default is a fixed one (before torch 2.9).
 TORCHRUN = "torchrun --standalone --nproc_per_node={} ddp_torchrun.py"
+# What multinode.py needs where it is alone. Each Job puts a new file of its folder in this place.
+ALONE = ("--init-method", "file://new", "--rank", 0, "--world-size", 1)
+# Each script as one process: the first word is what starts it, the others are options.
+LAUNCHES = tuple((script, *(ALONE if script == "multinode.py" else ())) for script in SCRIPTS)
 EPOCH = re.compile(
     r"^Epoch (\d+) \| Train loss: (\S+) \| Test loss: (\S+) \| "
     r"Accuracy: (\d+)/(\d+) \((\S+)%\) \| (\d+) samples/s$",
@@ -47,6 +51,7 @@ class Job:
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(SITE), env.get("PYTHONPATH"))))
         self.folder, self.output = folder, folder / f"output-{self.mark}"
         self.output.touch()
+        command = [word.replace("file://new", f"file://{self.output}-store") for word in command]
         if fork:
             self.process = Fork(command, folder, env, self.output, host)
             return
@@ -98,12 +103,12 @@ class Job:
             try:
                 environment = Path(f"/proc/{pid}/environ").read_bytes()
                 program = Path(f"/proc/{pid}/cmdline").read_bytes()
-                if found := re.search(rb"\0LOCAL_RANK=(\d+)", environment):
-                    workers.append((int(found[1]), pid))
-                elif stat(pid)[1] == str(self.process.pid) and b"resource_tracker" not in program:
-                    workers.append((pid, pid))
+                parent = stat(pid)[1]
             except OSError:
                 continue
+            if parent == str(self.process.pid) and b"resource_tracker" not in program:
+                rank = re.search(rb"\0LOCAL_RANK=(\d+)", environment)
+                workers.append((int(rank[1]) if rank else 0, pid))
         return [pid for _, pid in sorted(workers)]
 
     def finish(self, status: int | None = 0, seconds: float = 120) -> str:
@@ -161,5 +166,6 @@ def epochs(text: str) -> list[dict[str, float]]:
 
 
 def losses(text: str) -> list[float]:
-    """The loss of every step, with --log-interval 1."""
-    return [float(value) for value in re.findall(r"\| Step \d+ \| Loss: (\S+)", text)]
+    """The loss of every step, with --log-interval 1: rank 0's."""
+    found = re.findall(r"\| Step \d+ \| Loss(?: of rank 0)?: (\S+)", text)
+    return [float(value) for value in found]

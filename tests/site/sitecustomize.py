@@ -28,9 +28,6 @@ hooks = {name[7:]: value for name, value in os.environ.items() if name.startswit
 hooks.pop("MARK", None)  # that is conftest's
 # multiprocessing's resource tracker is a Python process, too, and needs none of this.
 if hooks and not any("resource_tracker" in word for word in sys.orig_argv):
-    if any(word.endswith("multinode.py") for word in sys.orig_argv):
-        # As the script does before it imports torch, which would be too late here.
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     import torch
 
     if "MACHINE" in hooks:
@@ -154,7 +151,10 @@ if hooks and not any("resource_tracker" in word for word in sys.orig_argv):
         torch.distributed.is_backend_available = lambda backend: True
 
     if "CHUNKS" in hooks:
+        import contextlib
         import threading
+
+        torch.accelerator.device_index = contextlib.nullcontext
 
         class OnTheCPU(torch.nn.DataParallel):
             """The four primitives that only accelerators have, done for the CPU."""
