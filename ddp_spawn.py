@@ -254,7 +254,7 @@ def spawn(objs: tuple, nproc: int) -> None:
     try:
         context = mp.spawn(main, objs, nproc, join=False)
         signal.signal(signal.SIGINT, stop)
-        while not context.join(grace_period=5):
+        while not context.join(grace_period=2):
             pass
     except mp.ProcessExitedException as error:
         if error.exit_code > 0:  # it has said itself what is wrong
