@@ -79,11 +79,12 @@ def worker_context(num_workers: int) -> multiprocessing.context.BaseContext | No
 
     A worker that is forked from a rank may hang, because gloo's or NCCL's threads may hold a lock
     at that moment. A worker that is spawned needs two seconds to import torch. The server has no
-    threads, and imports torch once. Server and workers do not hear SIGINT and SIGTERM: requests to
-    stop are for the rank, and they end with it. Windows can only spawn: there this returns None.
+    threads, and imports torch once. Server and workers do not hear SIGINT and SIGTERM, because
+    requests to stop are for the rank. They end with it. Only on Linux: elsewhere this returns None,
+    and torch spawns the workers.
     https://docs.python.org/3/library/multiprocessing.html#contexts-and-start-methods
     """
-    if num_workers == 0 or sys.platform == "win32":
+    if num_workers == 0 or sys.platform != "linux":
         return None
     multiprocessing.forkserver.set_forkserver_preload(["torch", "tqdm"])
     multiprocessing.resource_tracker.ensure_running()  # which would unblock the signals
