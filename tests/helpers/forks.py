@@ -97,8 +97,6 @@ def begin(command: list[str], folder: Path, env: dict[str, str], output: Path, h
         for descriptor in descriptors:
             os.dup2(file, descriptor)
         os.close(file)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(write_through=True)  # as with PYTHONUNBUFFERED
     if host:
         move_to(host)
     os.environ.clear()
