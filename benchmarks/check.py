@@ -1,0 +1,387 @@
+"""Why is it not faster with more devices? Where a step's time goes, and what would be faster.
+
+    torchrun --nproc_per_node=4 benchmarks/check.py ddp_torchrun.py --model resnet18
+    torchrun --nnodes=2 --node_rank=0 ... benchmarks/check.py ddp_torchrun.py     on each node
+    python benchmarks/check.py ddp_spawn.py --batch-size 256
+
+Start it as you would start the script, one of ours or your own copy, and put check.py before the
+script's name. It puts its measurement in the place of `Trainer.train` and changes nothing else: the
+model, the data, the loss and the options are the script's. Nothing is trained or saved.
+
+A step takes as long as the slowest rank needs for its data and its computing, and then what of the
+all-reduce is not hidden behind the backward pass. docs/scaling.md says what follows from that.
+"""
+
+import dataclasses
+import functools
+import importlib
+import inspect
+import itertools
+import os
+import runpy
+import signal
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils._pytree import tree_map_only
+
+
+@dataclasses.dataclass(frozen=True)
+class Rank:
+    """What one rank has measured, in seconds per step, and where it runs."""
+
+    host: str
+    threads: int
+    cores: int
+    samples: int  # per step
+    step: float  # a whole one, with its data and its all-reduce
+    data: float  # of it, until the data were there
+    compute: float  # forward and backward pass and optimizer, while all ranks do so
+    fixed: float  # of this, what would also pass with fewer samples
+    alone: float  # compute, while the other ranks have nothing to do; only rank 0's is true
+    reduce: float  # an all-reduce of the gradient, and nothing else
+    latency: float  # an all-reduce of one number
+    link: str  # the network interface that sent most in these, with its nominal speed
+
+
+def check(trainer: Any, total_epochs: int) -> int:
+    """In place of `Trainer.train`: time the parts of a step. Rank 0 prints what follows from them.
+
+    All ranks must call this. It takes some ten seconds, or about twenty steps where these are slow.
+
+    Args:
+        trainer: has `model` (DDP), `optimizer`, `train_data` (yields (source, targets)), `args` and
+            `_run_batch(source, targets, size)`, where `size` is that of the global batch. Its
+            gradients change, and BatchNorm's statistics; its weights do not.
+
+    Raises:
+        SystemExit: there is no DDP, or a sum that an all-reduce has made is wrong.
+    """
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_DFL)  # nothing is to be saved
+    if not isinstance(trainer.model, DDP):
+        refuse(f"Trainer.model is not DDP, which this measures, but {type(trainer.model).__name__}")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    parameters = trainer.model.parameters()
+    count = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    gradient = torch.full((count,), rank + 1.0, device=device_of(trainer))
+    dist.all_reduce(gradient)
+    wrong = (gradient != world_size * (world_size + 1) / 2).sum()
+    dist.all_reduce(wrong)
+    ranks = [None] * world_size
+    dist.all_gather_object(ranks, measure(trainer, gradient.zero_()))
+    if rank == 0:
+        steps = len(trainer.train_data)
+        print("\n".join(report(ranks, gradient.nbytes, steps, micro_batches(trainer))), flush=True)
+    if wrong:
+        sys.exit(f"error: {wrong.item()} of {world_size * count} sums of the all-reduce are wrong")
+    return 0
+
+
+def device_of(trainer: Any) -> torch.device:
+    return next(trainer.model.parameters()).device
+
+
+def micro_batches(trainer: Any) -> int:
+    """Per step; 0 in a script that has no --accumulate."""
+    return getattr(trainer.args, "accumulate", 0)
+
+
+def measure(trainer: Any, gradient: torch.Tensor) -> Rank:
+    """This rank's times; all ranks measure the same at the same time.
+
+    Args:
+        trainer: as in `check`.
+        gradient: as many numbers as DDP sends; zeros, as their sum must stay finite.
+    """
+    device = device_of(trainer)
+    pinned = getattr(trainer.train_data, "pin_memory", False)
+    move = functools.partial(torch.Tensor.to, device=device, non_blocking=pinned)
+    batches = itertools.chain.from_iterable(itertools.repeat(trainer.train_data))
+    waits = []
+
+    def fetch() -> tuple:
+        start = time.perf_counter()
+        batch = next(batches)
+        waits.append(time.perf_counter() - start)
+        return tree_map_only(torch.Tensor, move, batch)
+
+    for group in trainer.optimizer.param_groups:
+        group["lr"] = 0.0
+    trainer.model.train()
+    source, targets = fetch()
+    samples = len(targets)
+    # The global batch's size decides how many micro-batches there are, so all must name the same.
+    share = torch.tensor(samples, device=device)
+    dist.all_reduce(share, op=dist.ReduceOp.MIN)
+    share = share.item()
+    size = share * dist.get_world_size()
+
+    def step() -> None:
+        trainer._run_batch(*fetch(), size)
+
+    timed(step, device)  # the first ones are slow
+    slowest = torch.tensor(timed(step, device), device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    repeats = max(1, min(50, int(0.5 / slowest.item())))  # on all ranks the same
+    waits.clear()
+    whole = timed(step, device, repeats)
+    wait = statistics.mean(waits)
+    ready = timed(lambda: trainer._run_batch(source, targets, size), device, repeats)
+
+    def compute(first: int = samples) -> None:
+        part = tree_map_only(torch.Tensor, lambda tensor: tensor[:first], (source, targets))
+        with trainer.model.no_sync():
+            trainer._run_batch(*part, min(first, share) * dist.get_world_size())
+
+    together = timed(compute, device, repeats)
+    alone = together
+    if not any(isinstance(module, nn.SyncBatchNorm) for module in trainer.model.modules()):
+        idle = dist.get_rank() > 0
+        # DDP sends buffers only in the pass after one with all-reduce: not here, where none waits.
+        alone = timed((lambda: None) if idle else compute, device, repeats)
+    fewer = min(samples, max(2, 2 * micro_batches(trainer), samples // 2))  # BatchNorm needs two
+    saved = together - timed(lambda: compute(fewer), device, repeats)  # on all ranks, as it waits
+    fixed = together
+    if fewer < samples:
+        fixed -= min(together, max(0.0, saved) * samples / (samples - fewer))
+    before = bytes_sent()
+    reduce = timed(lambda: dist.all_reduce(gradient), device, repeats)
+    after = bytes_sent()
+    number = torch.zeros((), device=device)
+    return Rank(
+        host=socket.gethostname(),
+        threads=torch.get_num_threads(),
+        cores=len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
+        samples=samples,
+        step=whole,
+        data=min(wait, max(0.0, whole - ready)),  # a device may compute while the next is fetched
+        compute=together,
+        fixed=fixed,
+        alone=alone,
+        reduce=reduce,
+        latency=timed(lambda: dist.all_reduce(number), device, repeats),
+        link=max(after, key=lambda name: after[name] - before.get(name, 0), default=""),
+    )
+
+
+def timed(work: Callable[[], object], device: torch.device, repeats: int = 1) -> float:
+    """Seconds per call of `work`, where all ranks begin together: the median of three times."""
+    seconds = []
+    for _ in range(3):
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            work()
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+        seconds.append((time.perf_counter() - start) / repeats)
+    return statistics.median(seconds)
+
+
+def bytes_sent() -> dict[str, int]:
+    """Of each network interface of this node, by its name; {} where Linux does not tell."""
+    table = Path("/proc/net/dev")
+    lines = table.read_text().splitlines()[2:] if table.exists() else []
+    rows = [line.replace(":", " ").split() for line in lines]
+    return {row[0]: int(row[9]) for row in rows}
+
+
+def nominal_speed(interface: str) -> float:
+    """Bytes per second that a network interface says it has; 0 where it does not say."""
+    try:
+        megabits = int(Path("/sys/class/net", interface, "speed").read_text())
+    except (OSError, ValueError):
+        return 0.0
+    return max(0, megabits) * 1e6 / 8
+
+
+def all_reduce_seconds(ranks: int, size: float, latency: float, bandwidth: float) -> float:
+    """Of a ring: 2 (n - 1) messages of the n-th part, each after the one before.
+
+    Args:
+        ranks: n.
+        size: bytes of the tensor.
+        latency: seconds that a message takes, however small.
+        bandwidth: bytes per second that each rank sends.
+
+    Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
+    Journal of Parallel and Distributed Computing 69 (2009).
+    """
+    return 2 * (ranks - 1) * (latency + size / ranks / bandwidth)
+
+
+def report(ranks: list[Rank], size: int, steps: int, accumulate: int) -> list[str]:
+    """The lines that `check` prints. Efficiency is the share of a step that is of use: what a
+    device needs for its data and its computing when nobody disturbs it.
+
+    Args:
+        ranks: what each has measured, in order.
+        size: bytes of the gradient.
+        steps: per epoch.
+        accumulate: micro-batches per step; 0 in a script that has no --accumulate.
+    """
+    world_size = len(ranks)
+    nodes = len({rank.host for rank in ranks})
+    own = [rank.data + rank.compute for rank in ranks]
+    slowest = own.index(max(own))
+    step = max(own[slowest], *(rank.step for rank in ranks))
+    data = statistics.mean(rank.data for rank in ranks)
+    compute = statistics.mean(rank.compute for rank in ranks)
+    waiting = own[slowest] - statistics.mean(own)
+    exposed = step - own[slowest]  # what of the all-reduce is not hidden
+    reduce = max(rank.reduce for rank in ranks)
+    sent = 2 * (world_size - 1) / world_size * size / reduce
+    parts = f"data {data * 1e3:.2f}, compute {compute * 1e3:.2f}"
+    if world_size > 1:
+        parts += f", waiting for rank {slowest} {waiting * 1e3:.2f}"
+        parts += f", all-reduce {exposed * 1e3:.2f}"
+    lines = [
+        f"All-reduce | {size / 1e6:.2f} MB | {reduce * 1e3:.2f} ms | {sent / 1e9:.4f} GB/s",
+        f"Step | {step * 1e3:.2f} ms: {parts}",
+        f"Epoch | {steps} steps | about {steps * step:.1f} s",
+    ]
+
+    samples = sum(rank.samples for rank in ranks)
+    useful = min(ranks[0].alone, compute) + data
+    now = f"{nodes} nodes" if nodes > 1 else f"{world_size} processes on one node"
+    now = now if world_size > 1 else "1 process"
+    rows = [("Measured", now, samples / step, useful / step)]
+    alone = ranks[0].samples / useful
+    if world_size > 1:
+        rows.append(("Predicted", "1 process", alone, 1.0))
+    if nodes > 1:
+        hops = 2 * (world_size - 1)  # messages of a ring, see all_reduce_seconds
+        latency = min(reduce, max(rank.latency for rank in ranks)) / hops
+        bandwidth = size / world_size / max(reduce / hops - latency, 1e-9)
+        for times in (2, 4, 8):
+            more = all_reduce_seconds(times * world_size, size, latency, bandwidth) - reduce
+            rate = times * samples / (step + more)
+            rows.append(("Predicted", f"{times * nodes} nodes", rate, useful / (step + more)))
+    if world_size > 1 and accumulate:
+        longer = step + 3 * own[slowest]  # the all-reduce comes but once
+        name = f"{now}, --accumulate {4 * accumulate}"
+        rows.append(("Predicted", name, 4 * samples / longer, 4 * useful / longer))
+    for kind, name, rate, efficiency in rows:
+        rate = round(rate, 1 if rate < 100 else None)
+        lines.append(f"{kind} | {name} | {rate} samples/s | efficiency {efficiency:.0%}")
+    if nodes == 1:
+        lines.append("Predicted | more nodes | not known before two of them have run this")
+    sentence = verdict(ranks, step, sent, accumulate)
+    if world_size > 1 and alone > samples / step:
+        sentence += "; 1 process alone is faster"
+    return [*lines, f"Verdict | {sentence}"]
+
+
+def verdict(ranks: list[Rank], step: float, sent: float, accumulate: int) -> str:
+    """What takes most of a step without being of use, if that is a fifth of it, and what helps.
+
+    Args:
+        ranks: what each has measured, in order.
+        step: seconds.
+        sent: bytes per second that each rank sends in an all-reduce.
+        accumulate: as in `report`.
+    """
+    own = [rank.data + rank.compute for rank in ranks]
+    slowest = own.index(max(own))
+    first = ranks[0]
+
+    link = "the all-reduce is the limit"
+    if any(rank.host != first.host for rank in ranks):
+        link = f"the link is the limit, {sent / 1e9:.3g} GB/s"
+        named = nominal_speed(first.link)
+        if sent < named / 2:
+            link += f" where {first.link} is named {named / 1e9:.3g}"
+
+    larger = "raise --accumulate or --batch-size" if accumulate else "raise --batch-size"
+
+    cores = (
+        f"the processes slow each other down: alone rank 0 computes in {first.alone * 1e3:.2f} ms"
+    )
+    fewer = "start fewer on a node, or give each its own cores"
+    here = sum(rank.host == first.host for rank in ranks)
+    if here * first.threads > first.cores:
+        cores = (
+            f"more threads than cores: {here} processes of {first.threads} on {first.cores} cores"
+        )
+        fewer = f"export OMP_NUM_THREADS={max(1, first.cores // here)}"
+
+    late = "the data come too late"
+    slow = f"rank {slowest} is slow: {own[slowest] * 1e3:.2f} ms for its data and computing"
+    small = "the batch is too small for the device"
+    look = f"see what else runs on {ranks[slowest].host}"
+    costs = [
+        (step - own[slowest], link, larger),
+        (first.compute - first.alone, cores, fewer),
+        (min(rank.data for rank in ranks), late, "raise --num-workers"),
+        (own[slowest] - statistics.median_low(own), slow, look),
+        (min(rank.fixed for rank in ranks), small, "raise --batch-size"),
+    ]
+    seconds, cause, remedy = max(costs)
+    if seconds < 0.2 * step:
+        return (
+            f"nothing is wrong: {statistics.mean(own) / step:.0%} of the step is data and computing"
+        )
+    return f"{cause} ({seconds / step:.0%} of the step): {remedy}"
+
+
+def refuse(reason: str) -> NoReturn:
+    """One line, from rank 0 or from the first process of each node, and status 2."""
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("LOCAL_RANK", 0))
+    if rank == 0:
+        print(f"error: {reason}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(10)  # what has started this process ends it
+    sys.exit(2)
+
+
+def spawn_checked(
+    spawn: Callable, function: Callable, args: tuple = (), *others: Any, **options: Any
+) -> Any:
+    """mp.spawn, with `check` in the place of `Trainer.train` in the processes that it starts."""
+    return spawn(check_there, (function, *args), *others, **options)
+
+
+def check_there(rank: int, function: Callable, *args: Any) -> None:
+    function.__globals__["Trainer"].train = check
+    function(rank, *args)
+
+
+def main() -> int:
+    if len(sys.argv) < 2 or not Path(sys.argv[1]).is_file():
+        named = f"there is no {sys.argv[1]}" if len(sys.argv) > 1 else "name a script"
+        refuse(f"{named}: python benchmarks/check.py SCRIPT [the script's options]")
+    path = Path(sys.argv[1]).resolve()
+    sys.argv = sys.argv[1:]
+    sys.path.insert(0, str(path.parent))  # as Python does for the script
+    script = importlib.import_module(path.stem)
+    trainer = getattr(script, "Trainer", None)
+    places = {"Trainer": script, "parse_args": script, "main": script}
+    places |= {"train": trainer, "_run_batch": trainer}
+    for name, place in places.items():
+        if not callable(getattr(place, name, None)):
+            name = name if place is script else f"Trainer.{name}"
+            refuse(f"{path.name} has no {name}, which benchmarks/check.py needs")
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C without a traceback
+    if len(inspect.signature(script.main).parameters) == 1:
+        trainer.train = check
+        return script.main(script.parse_args())
+    mp.spawn = functools.partial(spawn_checked, mp.spawn)  # its main is for the processes it starts
+    runpy.run_path(str(path), run_name="__main__")
+    return 0
+
+
+if __name__ == "__main__":
+    # Not this module's main: mp.spawn's processes have the script for their __main__, and find
+    # check_there in this module by its name.
+    sys.exit(importlib.import_module("check").main())
