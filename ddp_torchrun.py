@@ -41,6 +41,8 @@ from common.data import DATASETS, GlobalBatchSampler, collate, load_dataset, wor
 from common.model import DEFAULT_MODEL, MODELS, build_model
 from common.seed import set_seed, use_deterministic_kernels
 
+LAUNCHER = os.getppid()  # torchrun; another parent later on means that it was killed
+
 
 class Trainer:
     def __init__(
@@ -153,8 +155,10 @@ class Trainer:
         # trip: while steps take less than a second, it is done at every tenth only.
         if step % self.ask_every > 0 and not last:
             return 0
+        orphaned = dist.is_torchelastic_launched() and os.getppid() != LAUNCHER
+        heard = signal.SIGTERM if orphaned else stop_signal
         slow = time.perf_counter() - self.asked > self.ask_every  # over a second per step
-        answer = torch.tensor([stop_signal, slow], device=self.device)
+        answer = torch.tensor([heard, slow], device=self.device)
         dist.all_reduce(answer, op=dist.ReduceOp.MAX)
         signum, slow_anywhere = answer.tolist()
         self.ask_every = 1 if slow_anywhere else 10

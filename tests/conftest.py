@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from helpers.files import idx_files, load  # noqa: E402
-from helpers.forks import stop_the_server  # noqa: E402
+from helpers.forks import start_the_server, stop_the_server  # noqa: E402
 from helpers.jobs import SITE, Job, command, refusal  # noqa: E402
 
 from common.data import make_digits  # noqa: E402
@@ -202,6 +202,8 @@ def make(parse, monkeypatch, tmp_path):
         if dist.is_initialized():
             dist.destroy_process_group()
         module, args = parse(script, *arguments)
+        if args.num_workers:
+            start_the_server()  # or jobs would be forked from one that does not hear signals
         data, trainers, make.calls = (make_digits(40, 0), make_digits(10, 1)), [], []
 
         def load_dataset(*given: object) -> tuple:

@@ -5,13 +5,14 @@ import os
 import random
 import subprocess
 import sys
-from types import SimpleNamespace
+import time
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers.files import idx_files
+from helpers.forks import start_the_server
 from helpers.jobs import ROOT
 from torch import nn
 from torch.utils.data import (
@@ -23,67 +24,9 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from common.data import (
-    Batches,
-    DataError,
-    ShardedBatchSampler,
-    load_dataset,
-    make_digits,
-    worker_context,
-)
+from common.data import GlobalBatchSampler, collate, load_dataset, make_digits, worker_context
 from common.model import build_model
 from common.seed import set_seed
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only")
-@pytest.mark.parametrize("always", [False, True])
-def test_a_forked_worker_that_hangs_is_forked_anew(tmp_path, always):
-    """As with Python 3.11, where another thread was about to take the GIL: the first one here."""
-    code = (
-        "import os, pathlib, time\n"
-        "from torch.utils.data import DataLoader\n"
-        "from common.data import ForkedWorker, worker_context\n"
-        "def hang_once():\n"
-        f"    if {always} or not pathlib.Path('hung').exists():\n"
-        "        pathlib.Path('hung').write_text(str(os.getpid()))\n"
-        "        time.sleep(90)\n"
-        "os.register_at_fork(after_in_child=hang_once)\n"
-        "ForkedWorker.patience = 1.0\n"
-        "context = worker_context(2)\n"
-        "print(sum(DataLoader(range(5), num_workers=2, multiprocessing_context=context)))\n"
-    )
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
-    )
-    if always:
-        assert done.returncode == 1 and "gives a sign of life: --num-workers 0" in done.stderr
-    else:
-        assert done.stdout == "tensor([10])\n", done.stderr
-    assert not os.path.exists(f"/proc/{(tmp_path / 'hung').read_text()}")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only")
-def test_a_signal_does_not_end_a_worker_that_has_just_been_forked(tmp_path):
-    """Each gets a SIGTERM in its first moment, as from a scheduler that tells all processes."""
-    code = (
-        "import os, signal\n"
-        "from torch.utils.data import DataLoader\n"
-        "from common.data import ForkedWorker, obey_only_the_rank, worker_context\n"
-        "kill = lambda: print('killed', flush=True) or os.kill(os.getpid(), signal.SIGTERM)\n"
-        "os.register_at_fork(after_in_child=kill)\n"
-        "ForkedWorker.patience = 1.0\n"
-        "how = {'worker_init_fn': obey_only_the_rank, 'num_workers': 2}\n"
-        "print(sum(DataLoader(range(5), multiprocessing_context=worker_context(2), **how)))\n"
-        "print(signal.pthread_sigmask(signal.SIG_BLOCK, set()))\n"
-    )
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
-    )
-    assert done.stdout == "killed\nkilled\ntensor([10])\nset()\n", done.stdout + done.stderr
 
 
 def test_without_workers_there_is_no_way_to_start_them():
@@ -93,25 +36,6 @@ def test_without_workers_there_is_no_way_to_start_them():
 @pytest.fixture(scope="module")
 def digits():
     return load_dataset("digits", "unused")
-
-
-def test_preload_imports_what_the_data_set_needs_and_raises_nothing(tmp_path):
-    code = (
-        "import sys; from common.data import preload\n"
-        "preload(sys.argv[1]); print('torchvision' in sys.modules)"
-    )
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    (broken / "torchvision.py").write_text("raise ImportError('built for another torch')")
-    for name, first, expected in (
-        ("digits", ROOT, "False"),
-        ("mnist", ROOT, "True"),
-        ("mnist", broken, "False"),
-    ):
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (first, ROOT)))}
-        argv = [sys.executable, "-c", code, name]
-        done = subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True, text=True)
-        assert (done.stdout.strip(), done.stderr) == (expected, ""), (name, first)
 
 
 def test_digits_are_uint8_balanced_and_normalised(digits):
@@ -140,11 +64,11 @@ def test_digits_are_learnable_but_not_by_a_linear_model(digits):
     torch.set_num_threads(1)  # tests run side by side
     scores = {}
     for name in ("linear", "convnet"):
-        set_seed(0)
+        set_seed(torch.device("cpu"), 0)
         linear = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
         model = linear if name == "linear" else build_model(name, (1, 28, 28))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-        sampler = ShardedBatchSampler(train, 64, num_replicas=1, rank=0, seed=0)
+        sampler = GlobalBatchSampler(train, 64)
         for epoch in range(4):
             sampler.set_epoch(epoch)
             for indices in sampler:
@@ -191,32 +115,19 @@ class Plain(Dataset):
 def test_batches_of_any_dataset(digits):
     sampler = BatchSampler(range(10), 4, drop_last=False)
     pairs = TensorDataset(torch.arange(10.0), torch.arange(10))
-    for dataset in (digits[1], pairs, Subset(pairs, range(10)), Plain(10)):
-        loader = DataLoader(Batches(dataset), sampler=sampler, batch_size=None)
-        assert [len(targets) for _, targets in loader] == [4, 4, 2]
-        source, targets = Batches(dataset)[[7, 3]]
-        if dataset is not digits[1]:
-            assert targets.tolist() == [7, 3]
-        none, no_targets = Batches(dataset)[[]]
-        assert type(none) is type(source) and no_targets.shape == (0,)
-        assert no_targets.dtype == targets.dtype
-    assert source["half"].tolist() == [[3.5], [1.5]] and source["name"] == ["sample 7", "sample 3"]
-    assert none["half"].shape == (0, 1)
-
-
-class Counted(Plain):
-    def __init__(self, count: int) -> None:
-        super().__init__(count)
-        self.asked = []
-
-    def __getitems__(self, indices: list[int]) -> list:
-        self.asked.append(indices)
-        return [self[index] for index in indices]
-
-
-def test_a_data_set_with_getitems_is_asked_once_a_batch():
-    dataset = Counted(10)
-    assert Batches(dataset)[[7, 3]][1].tolist() == [7, 3] and dataset.asked == [[7, 3]]
+    for dataset in (
+        digits[1],
+        pairs,
+        Subset(pairs, range(10)),
+        Subset(digits[1], range(10)),
+        Plain(10),
+    ):
+        loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=collate)
+        batches = list(loader)
+        assert [len(targets) for _, targets in batches] == [4, 4, 2]
+        assert torch.cat([targets for _, targets in batches]).tolist() == list(range(10))
+    source, targets = batches[-1]
+    assert source["half"].tolist() == [[4.0], [4.5]] and source["name"] == ["sample 8", "sample 9"]
 
 
 class Noise(Dataset):
@@ -227,55 +138,77 @@ class Noise(Dataset):
         return random.random() + np.random.rand() + torch.rand(()).item()
 
 
-def test_a_batchs_noise_in_a_worker_is_that_of_its_epoch_and_first_sample(monkeypatch):
-    def draw(seed: int, worker: int, indices: list[int]) -> float:
-        info = SimpleNamespace(seed=seed + worker, id=worker)  # as torch makes them
-        monkeypatch.setattr("common.data.get_worker_info", lambda: info)
-        return Batches(Noise())[indices][0].item()
+def test_workers_draw_numbers_of_their_own():
+    """And others in each epoch, as torch seeds them from the loader's generator."""
+    start_the_server()  # or jobs would be forked from one that does not hear signals
+    drawn = []
+    for epoch in (0, 1):
+        loader = DataLoader(
+            Noise(),
+            batch_size=5,
+            num_workers=2,
+            multiprocessing_context=worker_context(2),
+            generator=torch.Generator().manual_seed(epoch),
+        )
+        drawn += torch.cat(list(loader)).tolist()
+    assert len(drawn) == len({*drawn}) == 20
 
-    first = draw(100, 0, [3, 8])
-    assert draw(100, 0, [8, 3]) != first != draw(200, 0, [3, 8])
-    assert draw(100, 1, [3, 8]) == first  # whichever worker it comes to
-    monkeypatch.setattr("common.data.get_worker_info", lambda: None)
-    set_seed(7)
-    values = [Batches(Noise())[[3, 8]][0].item() for _ in range(2)]
-    assert values[0] != values[1]  # no worker: the process's own numbers go on
 
+STOPS = """if True:
+    import os, signal
+    from torch.utils.data import DataLoader, Dataset
+    from common.data import worker_context
 
-@pytest.mark.skipif(sys.platform != "linux", reason="others cannot tell who sends a signal")
-def test_a_worker_obeys_its_rank_alone():
-    code = """if True:
-        import multiprocessing, os, signal, time
-        from common.data import obey_only_the_rank
-        def work():
-            obey_only_the_rank(0)
+    class Stops(Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
             for signum in (signal.SIGTERM, signal.SIGINT):
                 os.kill(os.getpid(), signum)
-            time.sleep(0.5)
-            theirs.send("alive")
-            time.sleep(60)
-        ours, theirs = multiprocessing.Pipe()
-        worker = multiprocessing.get_context("fork").Process(target=work, daemon=True)
-        worker.start()
-        print(ours.recv() if ours.poll(5) else "dead")
-        worker.terminate()
-        worker.join(5)
-        print("status", worker.exitcode)
-        worker.kill()
-    """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == "alive\nstatus 0\n", done.stderr  # and not by a signal
+                os.kill(os.getppid(), signum)  # the server
+            return index
+
+    if __name__ == "__main__":
+        how = {"multiprocessing_context": worker_context(2), "persistent_workers": True}
+        loader = DataLoader(Stops(), num_workers=2, **how)
+        for epoch in range(2):
+            print(sum(loader).item())
+        print(signal.pthread_sigmask(signal.SIG_BLOCK, set()))
+        print(*(worker.pid for worker in loader._iterator._workers), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
 
 
-@pytest.mark.parametrize("count", [1, 5, 31, 32, 33, 65, 97, 12_000])
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are spawned elsewhere")
+def test_workers_do_not_hear_requests_to_stop_and_end_with_their_rank(tmp_path):
+    """A scheduler sends SIGTERM to every process, a terminal SIGINT."""
+    script = tmp_path / "stops.py"
+    script.write_text(STOPS)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, script], env=env, capture_output=True, text=True, timeout=60
+    )
+    *lines, pids = done.stdout.splitlines()
+    assert lines == ["6", "6", "set()"], done.stderr
+    end = time.monotonic() + 20
+    while any(os.path.exists(f"/proc/{pid}") for pid in pids.split()):
+        assert time.monotonic() < end, pids
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("count", [5, 31, 32, 33, 65, 97, 12_000])
 @pytest.mark.parametrize("batch_size", [1, 2, 7, 32])
 def test_global_batches_are_even_and_go_on_as_they_began(count, batch_size):
     for world_size in (1, 2, 3):
-        sampler = ShardedBatchSampler(range(count), batch_size, world_size, 0, seed=1)
-        sizes = sampler.sizes()
-        limit = batch_size * world_size
-        assert sum(sizes) == count and len(sizes) == len(sampler) == -(-count // limit)
-        assert sizes == sorted(sizes) and sizes[-1] - sizes[0] <= 1 and sizes[-1] <= limit
+        sampler = GlobalBatchSampler(range(count), batch_size, 0, world_size, seed=1)
+        sizes, limit = sampler.sizes(), batch_size * world_size
+        assert sum(sizes) == count and len(sizes) == len(sampler)
+        assert sizes == sorted(sizes) and sizes[-1] - sizes[0] <= 1 and sizes[0] >= world_size
+        if batch_size > 1:
+            assert sizes[-1] <= limit and len(sizes) == -(-count // limit)
+        else:  # a rest that does not divide: larger steps, and no empty share
+            assert sizes[-1] <= 2 * world_size and len(sizes) == count // world_size
         seen = 0
         for step, size in enumerate(sizes, start=1):  # resumed after any step: the same ones
             seen += size
@@ -284,21 +217,27 @@ def test_global_batches_are_even_and_go_on_as_they_began(count, batch_size):
                 assert sampler.sizes() == sizes[step:]
 
 
-def test_an_empty_data_set_is_refused():
-    with pytest.raises(DataError, match="the training set is empty"):
-        ShardedBatchSampler([], 32, 2, 0, seed=1)
-    with pytest.raises(DataError, match="a data set is empty"):
-        Batches([])
+def test_too_few_samples_are_refused():
+    with pytest.raises(ValueError, match="the training set is empty"):
+        GlobalBatchSampler([], 32)
+    with pytest.raises(ValueError, match="2 samples are left for 3 processes: start fewer"):
+        GlobalBatchSampler(range(2), 32, 0, 3)
+    sampler = GlobalBatchSampler(range(65), 32, 0, 3)
+    with pytest.raises(ValueError, match="1 samples are left for 3 processes"):
+        sampler.set_epoch(0, start=64)
+    sampler.set_epoch(0, start=65)  # the epoch is over
+    assert list(sampler) == []
 
 
-@pytest.mark.parametrize("count", [1, 7, 64, 100, 257])
+@pytest.mark.parametrize("count", [7, 64, 65, 100, 257])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("start", [0, 5, 64])
-def test_sampler_deals_every_sample_once(count, world_size, start):
-    dataset, batch_size, previous = range(count), 8, None
+@pytest.mark.parametrize("batch_size", [1, 8])
+@pytest.mark.parametrize("start", [0, 3, 60])
+def test_sampler_deals_every_sample_once(count, world_size, batch_size, start):
+    dataset, start, previous = range(count), min(start, count - world_size), None
     for epoch in (0, 1):
         samplers = [
-            ShardedBatchSampler(dataset, batch_size, world_size, rank, seed=42)
+            GlobalBatchSampler(dataset, batch_size, rank, world_size, seed=42)
             for rank in range(world_size)
         ]
         for sampler in samplers:
@@ -313,7 +252,8 @@ def test_sampler_deals_every_sample_once(count, world_size, start):
             assert sorted(dealt) == sorted(order[first : first + size])
             first += size
             sizes = [len(shard[step]) for shard in shards]
-            assert max(sizes) - min(sizes) <= 1
+            assert max(sizes) - min(sizes) <= 1 and min(sizes) > 0
+        assert first == len(order)
         assert len(order) < 32 or order != previous
         previous = order
 
@@ -321,7 +261,7 @@ def test_sampler_deals_every_sample_once(count, world_size, start):
 def test_sampler_has_distributed_samplers_order():
     dataset = range(96)
     for rank in range(3):
-        ours = ShardedBatchSampler(dataset, 8, 3, rank, seed=7)
+        ours = GlobalBatchSampler(dataset, 8, rank, 3, seed=7)
         theirs = DistributedSampler(dataset, num_replicas=3, rank=rank, seed=7)
         for epoch in (0, 5):
             ours.set_epoch(epoch)

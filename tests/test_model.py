@@ -1,11 +1,10 @@
-"""common/model.py: the models are the tutorials', and BatchNorm of single samples is refused."""
+"""common/model.py: the models are the tutorials'."""
 
 import pytest
 import torch
 from torch import nn
 
-from common.data import DataError, make_digits
-from common.model import DEFAULT_MODEL, MODELS, build_model, check_batch_norm
+from common.model import DEFAULT_MODEL, MODELS, build_model
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -26,18 +25,3 @@ def test_models_are_those_of_the_tutorials():
     assert any(isinstance(m, nn.BatchNorm2d) for m in MODELS["resnet18"]().modules())
     assert any(isinstance(m, nn.Dropout) for m in MODELS["convnet"]().modules())
     assert DEFAULT_MODEL.keys() == {"digits", "mnist", "fashion-mnist", "cifar10"}
-
-
-def test_batchnorm_of_single_samples_is_refused():
-    small, large = make_digits(4, 0), [(torch.randn(1, 64, 64), 0)]
-    resnet, mlp = build_model("resnet18", (1, 28, 28)), build_model("mlp", (1, 28, 28))
-    before = {name: value.clone() for name, value in resnet.state_dict().items()}
-    check_batch_norm(mlp, 0, small)
-    check_batch_norm(resnet, 2, small)
-    check_batch_norm(resnet, 1, large)  # its feature maps are larger than 1x1
-    check_batch_norm(resnet, 1, [({"other": "inputs"}, 0)])
-    assert all(torch.equal(value, before[name]) for name, value in resnet.state_dict().items())
-    with pytest.raises(DataError, match=r"BatchNorm needs 2 samples .* the smallest batch has 0:"):
-        check_batch_norm(resnet, 0, large)
-    with pytest.raises(DataError, match=r"BatchNorm needs 2 samples .* the smallest batch has 1:"):
-        check_batch_norm(resnet, 1, small)
