@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import sys
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +15,9 @@ from helpers.files import difference, load, patched, same_bytes
 from helpers.jobs import ROOT, Job, epochs
 from PIL import Image
 
-from common.data import make_digits
-
 PAGE = (ROOT / "docs" / "recipes.md").read_text()
 RECIPES = dict(re.findall(r"```diff (\w+)\n(.*?)```", PAGE, re.S))
-SMALL = ("--no-progress", "--model", "mlp", "--batch-size", 200)  # 30 steps an epoch on two ranks
+SMALL = ("--model", "mlp", "--batch-size", 200)  # 30 steps an epoch on two ranks
 
 
 @pytest.fixture
@@ -41,6 +38,21 @@ def train(tmp_path):
     return train
 
 
+def stop(job: Job, pattern: str) -> str:
+    """What a job prints that is asked to stop when it has printed this."""
+    job.wait_for(pattern)
+    os.killpg(job.process.pid, signal.SIGTERM)
+    return job.finish(None)
+
+
+def python(folder: Path, name: str, *arguments: str) -> str:
+    """What a program of the page prints, in `folder`."""
+    (code,) = re.findall(rf"```python {name}\n(.*?)```", PAGE, re.S)
+    (folder / name).write_text(code)
+    command = [sys.executable, str(folder / name), *arguments]
+    return Job(command, folder, {}, fork=True).finish()
+
+
 def weights(folder: Path, name: str = "checkpoint.pt") -> torch.Tensor:
     model = load(folder / name)["model"]
     return torch.cat([tensor.flatten() for tensor in model.values()])
@@ -48,7 +60,7 @@ def weights(folder: Path, name: str = "checkpoint.pt") -> torch.Tensor:
 
 def test_every_recipe_is_tested():
     code = Path(__file__).read_text()
-    assert len(RECIPES) == 11 and all(f'train("{name}"' in code for name in RECIPES)
+    assert len(RECIPES) == 10 and all(f'train("{name}"' in code for name in RECIPES)
     headings = re.findall(r"^## (.*)$", PAGE, re.M)
     assert re.findall(r"^\[(.*)\]\(#", PAGE, re.M) == headings
 
@@ -67,110 +79,51 @@ def photos(folder: Path) -> None:
                 )
 
 
-@pytest.mark.slow("four jobs of a ResNet")
+@pytest.mark.slow("five jobs of a ResNet")
 def test_images_from_disk_are_resumed_in_mid_epoch(tmp_path, train):
     photos(tmp_path / "photos")
-    side = (("side = 224", "side = 32"),)
-    options = ("--no-progress", "--data-dir", "photos", "--batch-size", 8, "--lr", 0.001)
-    options += ("--num-workers", 2, "--log-interval", 1)
-    text = train("images", 1, *options, "--snapshot-path", "whole.pt", edits=side).finish()
+    side = (("side: int = 224", "side: int = 32"),)
+    options = (1, "--data-dir", "photos", "--batch-size", 8, "--lr", 0.001)
+    text = train("images", *options, "--snapshot-path", "whole.pt", edits=side).finish()
     (line,) = epochs(text)
     assert line["accuracy"] > 60 and line["total"] == 27  # of three classes
     assert load(tmp_path / "whole.pt")["model"]["fc.weight"].shape == (3, 512)
-    job = train("images", 1, *options, edits=side)
-    job.wait_for(r"Epoch 0 \| Step 3 ")
-    os.killpg(job.process.pid, signal.SIGTERM)
-    job.finish(None)
+    stop(train("images", *options, "--log-interval", 1, edits=side), r"Epoch 0 \| Step 3 ")
     assert 0 < load(tmp_path / "checkpoint.pt")["samples_seen"] < 180
-    train("images", "--resume", "--no-progress", "--num-workers", 3, edits=side).finish()
+    workers = ("--num-workers", 2, "--snapshot-path", "workers.pt")
+    shutil.copy(tmp_path / "checkpoint.pt", tmp_path / "workers.pt")
+    assert len(epochs(train("images", *options, *workers, "--resume", edits=side).finish())) == 1
+    assert weights(tmp_path, "workers.pt").isfinite().all()
+    train("images", *options, "--resume", edits=side).finish()
     assert torch.equal(weights(tmp_path), weights(tmp_path, "whole.pt"))
-    (tmp_path / "photos" / "val" / "class1").rename(tmp_path / "photos" / "val" / "other")
+    shutil.rmtree(tmp_path / "photos" / "val" / "class2")  # a folder less
     text = train("images", *options, edits=side).finish(1)
     assert text.count("error: photos: train/ and val/ have different folders\n") == 1
 
 
-# An epoch of 600 samples; each rank writes down what it trains on: the numbers that `stream_files`
-# has hidden in the images.
-COUNT = "            self.samples_seen += count\n"
-SEEN = """            with open(f"seen{self.rank}", "a") as file:
-                print(epoch, *source[:, 0, 0, 0].mul(1000).round().int().tolist(), file=file)
-"""
-STREAM = (("samples = 12_000", "samples = 600"), (COUNT, COUNT + SEEN))
-
-
-def stream_files(folder: Path, *sizes: int) -> None:
-    (folder / "data" / "train").mkdir(parents=True)
-    names = [f"train/{number}.pt" for number in range(len(sizes))]
-    digits, numbers = make_digits(sum(sizes), seed=0), range(sum(sizes))
-    images, targets = digits.__getitems__(numbers)
-    images[:, 0, 0, 0] = torch.tensor(numbers) / 1000
-    parts = zip(names, images.split(sizes), targets.split(sizes), strict=True)
-    for name, *part in (*parts, ("test.pt", *make_digits(100, seed=1).__getitems__(range(100)))):
-        torch.save(part, folder / "data" / name)
-
-
-def seen(folder: Path, rank: int) -> list[list[int]]:
-    """What a rank has trained on, epoch by epoch."""
-    lines = [line.split() for line in (folder / f"seen{rank}").read_text().splitlines()]
-    epochs = range(1 + int(lines[-1][0]))
-    return [[int(n) for first, *rest in lines if int(first) == e for n in rest] for e in epochs]
-
-
-def test_a_stream_is_resumed_in_mid_epoch(tmp_path, train):
-    """Six readers with a file each, of a hundred samples: each sample once per epoch."""
-    stream_files(tmp_path, *[100] * 6)
-    options = ("--no-progress", "--model", "mlp", "--batch-size", 10, "--num-workers", 3)
-    whole = ("--snapshot-path", "whole.pt")
-    text = train("stream", 2, *options, *whole, edits=STREAM, LADDER_CHECKSUM="1").finish()
-    assert text.count("Steps: 30\n") == 4 and epochs(text)[1]["accuracy"] > 30
-    sums = re.findall(r"^checksum (.*)$", text, re.M)
-    assert len(sums) == 2 and len(set(sums)) == 1
-    ranks = [seen(tmp_path, rank) for rank in (0, 1)]
-    for one, other in zip(*ranks, strict=True):
-        assert sorted(one + other) == list(range(600))
-    assert {*ranks[0][0]} != {*ranks[0][1]}
-    for rank in (0, 1):
-        (tmp_path / f"seen{rank}").unlink()
-    job = train("stream", 2, *options, "--log-interval", 1, edits=STREAM)
-    job.wait_for(r"Epoch 1 \| Step 3 ")
-    os.killpg(job.process.pid, signal.SIGTERM)
-    job.finish(None)
-    assert 0 < load(tmp_path / "checkpoint.pt")["samples_seen"] < 600
-    text = train("stream", "--resume", "--no-progress", "--num-workers", 3, edits=STREAM).finish()
-    assert [seen(tmp_path, rank) for rank in (0, 1)] == ranks
-    assert torch.equal(weights(tmp_path), weights(tmp_path, "whole.pt"))
-
-
-def test_a_stream_of_uneven_files_ends(tmp_path, train):
-    """The ranks take 300 samples each, of files with 380 on rank 0 and 140 on rank 1."""
-    stream_files(tmp_path, 10, 250, 90, 40, 130)
-    options = ("--no-progress", "--model", "mlp", "--batch-size", 10)
-    text = train("stream", 1, *options, edits=STREAM).finish()
-    ((one,), (other,)) = (seen(tmp_path, rank) for rank in (0, 1))
-    assert len(one) == len({*one}) == 300 == len(other) and len(epochs(text)) == 1
-    assert len({*other} - {*one}) == 140 and {*Counter(other).values()} == {2, 3}
-    text = train("stream", 1, *options, "--num-workers", 3, edits=STREAM).finish(1)
-    assert text.count("error: 5 files are too few for 6 readers: --num-workers 0\n") == 1
-
-
-def test_warm_up_and_cosine_are_resumed_in_mid_epoch(tmp_path, train):
-    train("schedule", 3, *SMALL, "--lr", 0.1, "--snapshot-path", "whole.pt").finish()
+def test_warm_up_and_cosine_are_resumed_in_mid_epoch_and_at_another_rate(tmp_path, train):
+    options = (3, *SMALL, "--lr", 0.1)
+    train("schedule", *options, "--snapshot-path", "whole.pt").finish()
     assert load(tmp_path / "whole.pt")["optimizer"]["param_groups"][0]["lr"] < 1e-9
-    job = train("schedule", 3, *SMALL, "--lr", 0.1, "--log-interval", 1)
-    job.wait_for(r"Epoch 1 \| Step 3 ")
-    os.killpg(job.process.pid, signal.SIGTERM)
-    job.finish(None)
+    stop(train("schedule", *options, "--log-interval", 1), r"Epoch 1 \| Step 3 ")
     stopped = load(tmp_path / "checkpoint.pt")
     assert 0 < stopped["samples_seen"] < 12_000 and stopped["epoch"] == 1
-    assert 0.05 < stopped["optimizer"]["param_groups"][0]["lr"] < 0.1
+    rate = stopped["optimizer"]["param_groups"][0]["lr"]
+    assert 0.05 < rate < 0.1
     shutil.copy(tmp_path / "checkpoint.pt", tmp_path / "other.pt")
-    text = train("schedule", "--resume", "--no-progress").finish()
+    text = train("schedule", *options, "--resume").finish()
     assert [line["epoch"] for line in epochs(text)] == [1, 2]
     assert torch.equal(weights(tmp_path), weights(tmp_path, "whole.pt"))
     # With another --lr the rate is where a run with it would be by now: it ends at 0, too.
-    train(
-        "schedule", "--resume", "--lr", 0.2, "--no-progress", "--snapshot-path", "other.pt"
-    ).finish()
+    other = (*SMALL, "--lr", 0.2, "--snapshot-path", "other.pt")
+    refused = train("schedule", 3, *other, "--resume").finish(1)
+    assert refused.count("other.pt was made with --lr 0.1, and this run has 0.2\n") == 1
+    assert python(tmp_path, "change_lr.py", "other.pt", "0.2") == ""
+    assert load(tmp_path / "other.pt")["optimizer"]["param_groups"][0]["lr"] == 2 * rate
+    train("schedule", 2, *other, "--resume").finish()
+    half = load(tmp_path / "other.pt")["optimizer"]["param_groups"][0]["lr"]
+    assert half == pytest.approx(0.1)
+    train("schedule", 3, *other, "--resume").finish()
     assert load(tmp_path / "other.pt")["optimizer"]["param_groups"][0]["lr"] < 1e-9
 
 
@@ -191,7 +144,7 @@ def test_groups_of_adamw_are_resumed(tmp_path, train):
     options = (*SMALL, "--lr", 0.001)
     (line,) = epochs(train("adamw", 1, *options).finish())
     assert line["accuracy"] > 50
-    train("adamw", 2, "--resume", "--no-progress").finish()
+    train("adamw", 2, *options, "--resume").finish()
     train("adamw", 2, *options, "--snapshot-path", "whole.pt").finish()
     groups = load(tmp_path / "checkpoint.pt")["optimizer"]["param_groups"]
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
@@ -231,11 +184,8 @@ def init(project, id, resume, config):
 
 def test_a_resumed_run_goes_on_in_the_tracker(tmp_path, train):
     (tmp_path / "wandb.py").write_text(WANDB)
-    job = train("tracker", 2, *SMALL, "--log-interval", 1)
-    job.wait_for(r"Epoch 1 \| Step 3 ")
-    os.killpg(job.process.pid, signal.SIGTERM)
-    text = job.finish(None)
-    text += train("tracker", "--resume", "--no-progress").finish()
+    text = stop(train("tracker", 2, *SMALL, "--log-interval", 1), r"Epoch 1 \| Step 3 ")
+    text += train("tracker", 2, *SMALL, "--resume").finish()
     calls = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
     assert {rank for rank, *_ in calls} == {"0"}
     names = ["init", "log", "log", "finish"]
@@ -257,7 +207,8 @@ def test_the_best_weights_are_kept(tmp_path, train):
     snapshot = load(tmp_path / "checkpoint.pt")
     assert snapshot["best"] == max(line["correct"] for line in lines) > 1000
     (tmp_path / "best.pt").unlink()
-    train("best", 3, "--resume", "--lr", 0, "--momentum", 0, "--no-progress").finish()
+    torch.save({**snapshot, "best": 2_000}, tmp_path / "checkpoint.pt")
+    assert len(epochs(train("best", 3, *SMALL, "--resume").finish())) == 1
     assert not (tmp_path / "best.pt").exists()  # no better than before
     train("best", 1, *SMALL).finish()
     best = load(tmp_path / "best.pt")
@@ -273,40 +224,36 @@ def test_gradients_in_bf16(tmp_path, train):
     assert 1e-4 < moved < 0.05 * weights(tmp_path, "plain.pt").norm()
 
 
-# Half of the training set, and of the test set what leaves rank 1 a batch short.
-SEED = "    set_seed(args.seed)  # the same weights on every rank\n"
+# Half of the training set, and a test set of an odd length.
+SEED = "    set_seed(device, args.seed)  # the same weights on every rank\n"
 FEWER = """    train_set = torch.utils.data.Subset(train_set, range(6_000))
     test_set = torch.utils.data.Subset(test_set, range(1_999))
 """
 FEWER = ((SEED, FEWER + SEED),)
 OWN = """        own = sum(parameter.to_local().numel() for parameter in model.parameters())
-        log(f"own: {own}", every_rank=True)
+        os.write(1, f"own: {own}\\n".encode())
 """
 
 
 @pytest.mark.slow("six jobs")
 def test_sharded_weights_are_those_of_ddp(tmp_path, train):
-    """1,999 test samples: 4 batches on rank 0, and 3 on rank 1, where the fourth one is empty."""
     edits = (*FEWER, ("        self.model = model\n", "        self.model = model\n" + OWN))
-    options = ("--no-progress", "--model", "mlp", "--batch-size", 50, "--accumulate", 2)
+    options = (1, "--model", "mlp", "--batch-size", 50, "--accumulate", 2)
     options += ("--test-batch-size", 333, "--log-interval", 1)
-    plain = train("best", 1, *options, "--snapshot-path", "plain.pt", edits=FEWER).finish()
-    text = train("fully_shard", 1, *options, "--snapshot-path", "whole.pt", edits=edits).finish()
+    plain = train("best", *options, "--snapshot-path", "plain.pt", edits=FEWER).finish()
+    text = train("fully_shard", *options, "--snapshot-path", "whole.pt", edits=edits).finish()
     assert re.findall(r"own: (\d+)", text) == 2 * [str(weights(tmp_path, "whole.pt").numel() // 2)]
     ((line,), (plain_line,)) = epochs(text), epochs(plain)
     assert line["total"] == 1_999 and abs(line["correct"] - plain_line["correct"]) < 4
     assert line["test_loss"] == pytest.approx(plain_line["test_loss"], abs=1e-3)
     assert difference(load(tmp_path / "whole.pt"), load(tmp_path / "plain.pt")) < 1e-5
-    job = train("fully_shard", 1, *options, edits=edits)
-    job.wait_for(r"Epoch 0 \| Step 3 ")
-    os.killpg(job.process.pid, signal.SIGTERM)
-    job.finish(None)
+    stop(train("fully_shard", *options, edits=edits), r"Epoch 0 \| Step 3 ")
     assert 0 < load(tmp_path / "checkpoint.pt")["samples_seen"] < 6_000
     shutil.copy(tmp_path / "checkpoint.pt", tmp_path / "other.pt")
-    train("fully_shard", "--resume", "--no-progress", edits=edits).finish()
+    train("fully_shard", *options, "--resume", edits=edits).finish()
     assert same_bytes(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt"))
     # The snapshot is like any other: the script itself resumes it.
-    train("best", "--resume", "--no-progress", "--snapshot-path", "other.pt", edits=FEWER).finish()
+    train("best", *options, "--resume", "--snapshot-path", "other.pt", edits=FEWER).finish()
     assert difference(load(tmp_path / "other.pt"), load(tmp_path / "plain.pt")) < 1e-5
 
 
@@ -321,7 +268,4 @@ def test_a_profile_has_the_all_reduce(tmp_path, train):
 
 def test_a_snapshot_is_loaded_for_inference(tmp_path, train):
     (line,) = epochs(train("best", 1, *SMALL).finish())
-    (code,) = re.findall(r"```python classify.py\n(.*?)```", PAGE, re.S)
-    (tmp_path / "classify.py").write_text(code)
-    text = Job([sys.executable, str(tmp_path / "classify.py")], tmp_path, {}, fork=True).finish()
-    assert text == f"{line['correct']:.0f} of 2000\n"
+    assert python(tmp_path, "classify.py") == f"{line['correct']:.0f} of 2000\n"
