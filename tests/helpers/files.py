@@ -29,7 +29,8 @@ def difference(a: dict, b: dict) -> float:
     pairs = [(a["model"][name], b["model"][name]) for name in a["model"]]
     for index, state in a["optimizer"]["state"].items():
         pairs.append((state["momentum_buffer"], b["optimizer"]["state"][index]["momentum_buffer"]))
-    return max((x.double() - y.double()).abs().max().item() for x, y in pairs)
+    # torch's max, as Python's would pass over a NaN
+    return torch.stack([(x.double() - y.double()).abs().max() for x, y in pairs]).max().item()
 
 
 def idx_files(folder: Path, train: int, test: int, seed: int = 0) -> Path:
