@@ -55,14 +55,15 @@ class Trainer:
 
     def _run_batch(self, source: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         self.optimizer.zero_grad()
-        output = self.model(source)
-        loss = F.cross_entropy(output, targets)  # load your loss
+        output = self.model(source)  # load your inputs
+        loss = F.cross_entropy(output, targets)  # load your loss: a mean over the batch
         loss.backward()
         self.optimizer.step()
         return loss.detach()
 
     def _run_epoch(self, epoch: int) -> torch.Tensor:
-        for index in reversed(self.model.device_ids or [None]):  # each draws dropout of its own
+        # Each device draws dropout of its own. The first comes last, as the CPU shares its seed.
+        for index in reversed(self.model.device_ids or [None]):
             with torch.accelerator.device_index(index):
                 set_seed(self.device, self.args.seed, index or 0, epoch)
         self.train_data.batch_sampler.set_epoch(epoch)
@@ -75,7 +76,7 @@ class Trainer:
         progress = tqdm(self.train_data, leave=False, disable=None)
         for step, (source, targets) in enumerate(progress, start=1):
             source = source.to(self.device, non_blocking=self.pinned)  # load your inputs
-            targets = targets.to(self.device, non_blocking=self.pinned)
+            targets = targets.to(self.device, non_blocking=self.pinned)  # load your inputs
             loss = self._run_batch(source, targets)
             loss_sum += loss * len(targets)
             if self.args.log_interval and step % self.args.log_interval == 0:
@@ -89,8 +90,8 @@ class Trainer:
         correct = torch.zeros((), device=self.device)
         for source, targets in self.test_data:
             source = source.to(self.device, non_blocking=self.pinned)  # load your inputs
-            targets = targets.to(self.device, non_blocking=self.pinned)
-            output = self.model(source)
+            targets = targets.to(self.device, non_blocking=self.pinned)  # load your inputs
+            output = self.model(source)  # load your inputs
             loss_sum += F.cross_entropy(output, targets) * len(targets)  # load your loss
             correct += (output.argmax(dim=1) == targets).sum()  # load your metric
         return loss_sum, correct
@@ -108,7 +109,7 @@ class Trainer:
             losses = f"Train loss: {train_loss:.4f} | Test loss: {test_loss:.4f}"
             accuracy = f"Accuracy: {correct:.0f}/{test_size} ({correct / test_size:.2%})"
             log(f"Epoch {epoch} | {losses} | {accuracy} | {rate:.0f} samples/s")
-            self.schedule.step()
+            self.schedule.step()  # load your schedule, if it steps otherwise
             self.epoch = epoch + 1
             if self.epoch % self.args.save_every == 0 or self.epoch == total_epochs:
                 self._save_snapshot()
@@ -194,7 +195,7 @@ def open_snapshot(args: argparse.Namespace) -> dict:
             then, now = snapshot["args"][name], getattr(args, name)
             if then != now:
                 sys.exit(f"error: {path} was made with --{name} {then}, and this run has {now}")
-    except Exception as error:  # torch.load raises nearly everything
+    except Exception as error:  # not sys.exit's; torch.load raises nearly everything
         sys.exit(f"error: {path} is not a snapshot of these scripts ({error!r:.200})")
     if snapshot.get("samples_seen"):
         sys.exit(f"error: {path} was saved in mid-epoch: go on with ddp_torchrun.py")
@@ -227,9 +228,7 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add("total_epochs", nargs="?", type=at_least(1), default=5, help="how many epochs to train")
     add("save_every", nargs="?", type=at_least(1), default=1, help="epochs between two snapshots")
-    add(
-        "--batch-size", "--batch_size", type=at_least(1), default=32, help="samples for all devices"
-    )
+    add("--batch-size", "--batch_size", type=at_least(1), default=32, help="samples on all GPUs")
     add("--test-batch-size", type=at_least(1), default=1000, help="the same in evaluation")
     add("--lr", type=at_least(0.0), default=0.01, help="learning rate of SGD")
     add("--momentum", type=at_least(0.0), default=0.9, help="momentum of SGD")

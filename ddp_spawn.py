@@ -54,7 +54,8 @@ class Trainer:
             model,
             device_ids=None if device.type == "cpu" else [device],
             gradient_as_bucket_view=True,  # gradients lie in DDP's buckets: no second copy
-            bucket_cap_mb=25 if device.type == "cpu" else None,  # one bucket: on a CPU 7% faster
+            # In MB. DDP's first bucket is small, for overlap: on a CPU that costs 7% of a step.
+            bucket_cap_mb=25 if device.type == "cpu" else None,
         )
         self.train_data = train_data
         self.test_data = test_data
@@ -69,10 +70,10 @@ class Trainer:
 
     def _run_batch(self, source: torch.Tensor, targets: torch.Tensor, size: int) -> torch.Tensor:
         self.optimizer.zero_grad()
-        output = self.model(source)
-        loss = F.cross_entropy(output, targets)  # load your loss
-        # Gradients travel here: during backward() DDP averages them over the ranks. A rank may have
-        # one sample fewer than another of the global batch of `size`, and counts that much less.
+        output = self.model(source)  # load your inputs
+        loss = F.cross_entropy(output, targets)  # load your loss: a mean over the batch
+        # Gradients travel here: backward() averages them over the ranks, hence `* world_size`. A
+        # rank may have one sample fewer than another of the global batch, hence `* len / size`.
         (loss * len(targets) * self.world_size / size).backward()
         self.optimizer.step()
         return loss.detach()
@@ -90,7 +91,7 @@ class Trainer:
         progress = tqdm(self.train_data, leave=False, disable=True if self.rank > 0 else None)
         for step, (source, targets) in enumerate(progress, start=1):
             source = source.to(self.device, non_blocking=self.pinned)  # load your inputs
-            targets = targets.to(self.device, non_blocking=self.pinned)
+            targets = targets.to(self.device, non_blocking=self.pinned)  # load your inputs
             loss = self._run_batch(source, targets, sizes[step - 1])
             loss_sum += loss * len(targets)
             if self.args.log_interval and step % self.args.log_interval == 0:
@@ -107,9 +108,9 @@ class Trainer:
         correct = torch.zeros((), device=self.device)
         for source, targets in self.test_data:
             source = source.to(self.device, non_blocking=self.pinned)  # load your inputs
-            targets = targets.to(self.device, non_blocking=self.pinned)
+            targets = targets.to(self.device, non_blocking=self.pinned)  # load your inputs
             # Not through DDP: the ranks may have unequal numbers of batches here.
-            output = self.model.module(source)
+            output = self.model.module(source)  # load your inputs
             loss_sum += F.cross_entropy(output, targets) * len(targets)  # load your loss
             correct += (output.argmax(dim=1) == targets).sum()  # load your metric
         return loss_sum, correct
@@ -129,7 +130,7 @@ class Trainer:
             losses = f"Train loss: {train_loss:.4f} | Test loss: {test_loss:.4f}"
             accuracy = f"Accuracy: {correct:.0f}/{test_size} ({correct / test_size:.2%})"
             log(f"Epoch {epoch} | {losses} | {accuracy} | {rate:.0f} samples/s")
-            self.schedule.step()
+            self.schedule.step()  # load your schedule, if it steps otherwise
             self.epoch = epoch + 1
             if self.epoch % self.args.save_every == 0 or self.epoch == total_epochs:
                 if self.rank == 0:
@@ -228,10 +229,8 @@ def prepare_dataloader(
 
 
 def main(rank: int, train_set: Dataset, test_set: Dataset, args: argparse.Namespace) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, and the parent says so
-    if (
-        not mp.parent_process().is_alive()
-    ):  # killed meanwhile; from here on this process ends with it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C, and what Linux sends if the parent dies
+    if not mp.parent_process().is_alive():  # it has died before that
         sys.exit(1)
     tqdm.set_lock(threading.RLock())  # tqdm's own leaks a semaphore where a process is killed
     device = ddp_setup(rank, args)
@@ -250,7 +249,7 @@ def main(rank: int, train_set: Dataset, test_set: Dataset, args: argparse.Namesp
 
 
 def spawn(objs: tuple, nproc: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: no tracebacks while processes start
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # children inherit it: no tracebacks at the start
     try:
         context = mp.spawn(main, objs, nproc, join=False)
         signal.signal(signal.SIGINT, stop)
@@ -273,7 +272,7 @@ def open_snapshot(args: argparse.Namespace) -> dict:
             then, now = snapshot["args"][name], getattr(args, name)
             if then != now:
                 sys.exit(f"error: {path} was made with --{name} {then}, and this run has {now}")
-    except Exception as error:  # torch.load raises nearly everything
+    except Exception as error:  # not sys.exit's; torch.load raises nearly everything
         sys.exit(f"error: {path} is not a snapshot of these scripts ({error!r:.200})")
     if snapshot.get("samples_seen"):
         sys.exit(f"error: {path} was saved in mid-epoch: go on with ddp_torchrun.py")

@@ -11,11 +11,12 @@
 
 slurm/ has a batch script. The global batch is --batch-size times the processes times --accumulate.
 When a process crashes, torchrun restarts all; with --resume they go on from the last snapshot.
-Export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for it, or restarted processes fail on what the crashed
-ones left in torchrun's store. Ctrl-C and SIGTERM stop all after
-the same step and save a snapshot, within the 30 seconds that torchrun gives them; --resume then
-ends with the same weights as a run that was never stopped (on accelerators with --deterministic).
-To make this file yours, edit the lines marked "load your".
+For that, export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or they fail on what the crashed ones left in
+torchrun's store. Several nodes need the snapshot on a disk that all can read. Ctrl-C and SIGTERM
+stop all after the same step and save, within the 30 seconds that torchrun gives them; it then
+reports the signal, with status 1. --resume ends with the weights of a run that was never stopped
+(on accelerators: with --deterministic). `python ddp_torchrun.py` is one process, on one device. To
+make this file yours, edit the lines marked "load your".
 """
 
 import argparse
@@ -41,7 +42,9 @@ from common.data import DATASETS, GlobalBatchSampler, collate, load_dataset, wor
 from common.model import DEFAULT_MODEL, MODELS, build_model
 from common.seed import set_seed, use_deterministic_kernels
 
+AMP = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 LAUNCHER = os.getppid()  # torchrun; another parent later on means that it was killed
+stop_signal = 0  # the number of the signal that asks for a stop
 
 
 class Trainer:
@@ -63,7 +66,8 @@ class Trainer:
             model,
             device_ids=None if device.type == "cpu" else [device],
             gradient_as_bucket_view=True,  # gradients lie in DDP's buckets: no second copy
-            bucket_cap_mb=25 if device.type == "cpu" else None,  # one bucket: on a CPU 7% faster
+            # In MB. DDP's first bucket is small, for overlap: on a CPU that costs 7% of a step.
+            bucket_cap_mb=25 if device.type == "cpu" else None,
         )
         self.train_data = train_data
         self.test_data = test_data
@@ -94,25 +98,25 @@ class Trainer:
         self.optimizer.zero_grad()
         loss_sum = torch.zeros((), device=self.device)
         parts = min(self.args.accumulate, size // self.world_size)  # the same on every rank
-        micro_batches = zip(source.tensor_split(parts), targets.tensor_split(parts), strict=True)
+        sources = source.tensor_split(parts)  # load your inputs
+        micro_batches = zip(sources, targets.tensor_split(parts), strict=True)
         for number, (micro_source, micro_targets) in enumerate(micro_batches, start=1):
             # Under no_sync() gradients add up on their rank; the last backward() sends the sum.
-            last = number == parts
-            with contextlib.nullcontext() if last else self.model.no_sync():
+            with contextlib.nullcontext() if number == parts else self.model.no_sync():
                 with self.autocast:
-                    output = self.model(micro_source)
-                    loss = F.cross_entropy(output, micro_targets)  # load your loss
-                # Gradients travel here: during backward() DDP averages them over the ranks. A rank
-                # may have one sample fewer than another of the global batch of `size`.
-                loss *= len(micro_targets)
-                self.scaler.scale(loss * self.world_size / size).backward()
-            loss_sum += loss.detach()
+                    output = self.model(micro_source)  # load your inputs
+                    loss = F.cross_entropy(output, micro_targets)  # load your loss: a mean
+                # Gradients travel here: the last backward() averages them over the ranks, hence
+                # `* world_size`. Shares of the global batch may be unequal, hence `* len / size`.
+                weight = len(micro_targets) * self.world_size / size
+                self.scaler.scale(loss * weight).backward()
+            loss_sum += loss.detach() * len(micro_targets)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         return loss_sum
 
     def _run_epoch(self, epoch: int) -> int:
-        # The number of the signal that has stopped it, or 0.
+        # Returns the number of the signal that has stopped it, or 0.
         self.train_data.batch_sampler.set_epoch(epoch, self.samples_seen)
         self.ask_every = 1  # the evaluation may have taken long
         set_seed(self.device, self.args.seed, self.rank, epoch, self.samples_seen)
@@ -125,7 +129,7 @@ class Trainer:
         progress = tqdm(self.train_data, leave=False, disable=True if self.rank > 0 else None)
         for step, (source, targets) in enumerate(progress, start=1):
             source = source.to(self.device, non_blocking=self.pinned)  # load your inputs
-            targets = targets.to(self.device, non_blocking=self.pinned)
+            targets = targets.to(self.device, non_blocking=self.pinned)  # load your inputs
             loss_sum = self._run_batch(source, targets, sizes[step - 1])
             self.loss_sum += loss_sum
             self.samples_seen += sizes[step - 1]
@@ -139,10 +143,9 @@ class Trainer:
         return 0
 
     def _settle_buckets(self) -> None:
-        # After its first backward pass DDP regroups the gradients into other buckets. With three or
-        # more ranks the sums then round differently, in a resumed run at another step. So one pass
-        # is made before training. Its "loss" is the sum of all parameters: Python's sum(), in place
-        # of forward(), fits any model.
+        # DDP regroups the gradients after its first backward pass, and with three or more ranks the
+        # sums then round differently. A resumed run would do so at another step, so one pass is
+        # made before training. Its "loss" is the sum of all parameters, by Python's sum().
         model = self.model.module
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         model.forward = sum
@@ -174,7 +177,7 @@ class Trainer:
         correct = torch.zeros((), device=self.device)
         for source, targets in self.test_data:
             source = source.to(self.device, non_blocking=self.pinned)  # load your inputs
-            targets = targets.to(self.device, non_blocking=self.pinned)
+            targets = targets.to(self.device, non_blocking=self.pinned)  # load your inputs
             # Not through DDP: the ranks may have unequal numbers of batches here.
             with self.autocast:
                 output = self.model.module(source)  # load your inputs
@@ -208,7 +211,7 @@ class Trainer:
                 self.writer.add_scalar("loss/test", test_loss, epoch)
                 self.writer.add_scalar("accuracy", correct / test_size, epoch)
                 self.writer.flush()
-            self.schedule.step()
+            self.schedule.step()  # load your schedule, if it steps otherwise
             self.epoch = epoch + 1
             self.samples_seen = 0
             self.loss_sum.zero_()
@@ -273,27 +276,24 @@ class Trainer:
 def ddp_setup(args: argparse.Namespace) -> torch.device:
     if args.deterministic:  # before the process group, which chooses its kernels, too
         use_deterministic_kernels()
-    local_rank, local_world_size = (
-        int(os.environ["LOCAL_RANK"]),
-        int(os.environ["LOCAL_WORLD_SIZE"]),
-    )
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_rank, here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cpu")
     if args.device != "cpu":
         device = torch.device(args.device, local_rank)
         torch.accelerator.set_device_index(local_rank)
     elif "OMP_NUM_THREADS" not in os.environ:  # or every process would take all cores
-        torch.set_num_threads(max(1, torch.get_num_threads() // local_world_size))
+        torch.set_num_threads(max(1, torch.get_num_threads() // here))
     loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
-    if loopback and os.environ["WORLD_SIZE"] == os.environ["LOCAL_WORLD_SIZE"]:  # one node
+    if loopback and world_size == here:  # one node needs no network
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     backend = args.backend or dist.get_default_backend_for_device(device)
     if not dist.is_backend_available(backend):  # on Windows there is no NCCL
         backend = "gloo"
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(
         backend,
-        store=dist.HashStore() if world_size == 1 else None,  # None: torchrun's
+        store=dist.HashStore() if world_size == 1 else None,  # torchrun has one
         rank=rank,
         world_size=world_size,
         timeout=datetime.timedelta(seconds=args.timeout),
@@ -307,7 +307,7 @@ def ddp_setup(args: argparse.Namespace) -> torch.device:
 def load_train_objs(args: argparse.Namespace, device: torch.device) -> tuple:
     rank, local_rank = dist.get_rank(), int(os.environ["LOCAL_RANK"])
     phase = 0 if rank == 0 else 1 if local_rank == 0 else 2
-    for turn in range(3):  # rank 0 downloads, then the first process of each node, then all find it
+    for turn in range(3):  # rank 0 downloads, then one process on each other node; the rest find it
         if turn == phase:
             train_set, test_set = load_dataset(args.dataset, args.data_dir)  # load your dataset
         dist.barrier()
@@ -357,15 +357,9 @@ def main(args: argparse.Namespace) -> int:
     return 128 + signum if signum else 0  # the shells' number for a signal: not done yet
 
 
-stop_signal = 0  # the number of the signal that asks for a stop
-
-
 def on_stop_signal(signum: int, frame: object) -> None:
     global stop_signal
     stop_signal = signum  # the loop looks at it after its step
-
-
-AMP = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def open_snapshot(args: argparse.Namespace) -> dict:
@@ -376,7 +370,7 @@ def open_snapshot(args: argparse.Namespace) -> dict:
             then, now = snapshot["args"][name], getattr(args, name)
             if then != now:
                 sys.exit(f"error: {path} was made with --{name} {then}, and this run has {now}")
-    except Exception as error:  # torch.load raises nearly everything
+    except Exception as error:  # not sys.exit's; torch.load raises nearly everything
         sys.exit(f"error: {path} is not a snapshot of these scripts ({error!r:.200})")
     return snapshot
 

@@ -2,17 +2,16 @@
 
     python multinode.py --init-method tcp://10.0.0.1:22225 --rank 0 --world-size 2
     python multinode.py --init-method tcp://10.0.0.1:22225 --rank 1 --world-size 2
-        one call on each of two nodes, in any order; each starts a process per GPU. The address is
-        that of node 0, with any free port
     python multinode.py --init-method file:///shared/new_file --rank 0 --world-size 2
     MASTER_ADDR=10.0.0.1 MASTER_PORT=22225 RANK=0 WORLD_SIZE=2 python multinode.py
 
---rank and --world-size count calls: one per node, or with --nproc-per-node 1 one per process. RANK
-and WORLD_SIZE count processes. Each node loads its own data. Rank 0 saves; with --resume it reads
-the snapshot, and the others get it over the network. Whoever can reach the port can join: use a
-private network. docs/multinode.md says what to do when nodes cannot join or are slow, and has a
-line for Slurm. To make this file yours, edit the lines marked "load your". ddp_torchrun.py needs no
-numbers, restarts by itself and saves in mid-epoch.
+--rank and --world-size count calls: one on each node, in any order, which starts a process per GPU.
+The address is that of node 0, with any free port. RANK and WORLD_SIZE of the environment count
+processes: there each call starts one. Each node loads its own data. Rank 0 saves; with --resume it
+reads the snapshot, and the others get it over the network. When one call ends, all end: start all
+again with --resume. Whoever can reach the port can join: use a private network. docs/multinode.md
+says what to do when nodes cannot join or are slow, and has a line for Slurm. To make this file
+yours, edit the lines marked "load your". ddp_torchrun.py restarts by itself and saves in mid-epoch.
 """
 
 import argparse
@@ -58,7 +57,8 @@ class Trainer:
             model,
             device_ids=None if device.type == "cpu" else [device],
             gradient_as_bucket_view=True,  # gradients lie in DDP's buckets: no second copy
-            bucket_cap_mb=25 if device.type == "cpu" else None,  # one bucket: on a CPU 7% faster
+            # In MB. DDP's first bucket is small, for overlap: on a CPU that costs 7% of a step.
+            bucket_cap_mb=25 if device.type == "cpu" else None,
         )
         self.train_data = train_data
         self.test_data = test_data
@@ -73,10 +73,10 @@ class Trainer:
 
     def _run_batch(self, source: torch.Tensor, targets: torch.Tensor, size: int) -> torch.Tensor:
         self.optimizer.zero_grad()
-        output = self.model(source)
-        loss = F.cross_entropy(output, targets)  # load your loss
-        # Gradients travel here: during backward() DDP averages them over the ranks. A rank may have
-        # one sample fewer than another of the global batch of `size`, and counts that much less.
+        output = self.model(source)  # load your inputs
+        loss = F.cross_entropy(output, targets)  # load your loss: a mean over the batch
+        # Gradients travel here: backward() averages them over the ranks, hence `* world_size`. A
+        # rank may have one sample fewer than another of the global batch, hence `* len / size`.
         (loss * len(targets) * self.world_size / size).backward()
         self.optimizer.step()
         return loss.detach()
@@ -94,7 +94,7 @@ class Trainer:
         progress = tqdm(self.train_data, leave=False, disable=True if self.rank > 0 else None)
         for step, (source, targets) in enumerate(progress, start=1):
             source = source.to(self.device, non_blocking=self.pinned)  # load your inputs
-            targets = targets.to(self.device, non_blocking=self.pinned)
+            targets = targets.to(self.device, non_blocking=self.pinned)  # load your inputs
             loss = self._run_batch(source, targets, sizes[step - 1])
             loss_sum += loss * len(targets)
             if self.args.log_interval and step % self.args.log_interval == 0:
@@ -111,9 +111,9 @@ class Trainer:
         correct = torch.zeros((), device=self.device)
         for source, targets in self.test_data:
             source = source.to(self.device, non_blocking=self.pinned)  # load your inputs
-            targets = targets.to(self.device, non_blocking=self.pinned)
+            targets = targets.to(self.device, non_blocking=self.pinned)  # load your inputs
             # Not through DDP: the ranks may have unequal numbers of batches here.
-            output = self.model.module(source)
+            output = self.model.module(source)  # load your inputs
             loss_sum += F.cross_entropy(output, targets) * len(targets)  # load your loss
             correct += (output.argmax(dim=1) == targets).sum()  # load your metric
         return loss_sum, correct
@@ -133,7 +133,7 @@ class Trainer:
             losses = f"Train loss: {train_loss:.4f} | Test loss: {test_loss:.4f}"
             accuracy = f"Accuracy: {correct:.0f}/{test_size} ({correct / test_size:.2%})"
             log(f"Epoch {epoch} | {losses} | {accuracy} | {rate:.0f} samples/s")
-            self.schedule.step()
+            self.schedule.step()  # load your schedule, if it steps otherwise
             self.epoch = epoch + 1
             if self.epoch % self.args.save_every == 0 or self.epoch == total_epochs:
                 if self.rank == 0:
@@ -179,14 +179,13 @@ class Trainer:
             log(f"The global batch is another one than before ({snapshot['global_batch']} samples)")
 
 
-def ddp_setup(local_rank: int, args: argparse.Namespace) -> torch.device:
+def ddp_setup(rank: int, local_rank: int, args: argparse.Namespace) -> torch.device:
     if args.deterministic:  # before the process group, which chooses its kernels, too
         use_deterministic_kernels()
-    rank = args.rank * args.nproc_per_node + local_rank
     world_size = args.world_size * args.nproc_per_node
     device = torch.device("cpu")
     if args.device != "cpu":
-        device = torch.device(args.device, rank % torch.accelerator.device_count())
+        device = torch.device(args.device, local_rank % torch.accelerator.device_count())
         torch.accelerator.set_device_index(device.index)
     elif "OMP_NUM_THREADS" not in os.environ:  # or every process would take all cores
         torch.set_num_threads(max(1, torch.get_num_threads() // args.local_world_size))
@@ -207,16 +206,16 @@ def ddp_setup(local_rank: int, args: argparse.Namespace) -> torch.device:
 
 
 def join(args: argparse.Namespace) -> dist.Store:
-    # The calls meet at a store, which that of rank 0 serves. Each says that it is there, and waits
-    # for the others, before it starts any process. So whoever is missing has a name.
-    me, ranks = f"rank {args.rank}", [f"rank {rank}" for rank in range(args.world_size)]
+    # The calls meet at a store that rank 0's call serves. Each says that it is there, and waits for
+    # the others, before it starts any process. So whoever is missing has a name.
+    me, ranks = f"--rank {args.rank}", [f"--rank {rank}" for rank in range(args.world_size)]
     url = urlsplit(args.init_method)
 
     def missing_server() -> str:
         try:
             socket.create_connection((url.hostname, url.port), timeout=5).close()
         except OSError as error:
-            return f"rank 0 at {args.init_method} ({error})"
+            return f"--rank 0 at {args.init_method} ({error})"
         return ""
 
     def missing_ranks() -> str:
@@ -236,8 +235,10 @@ def join(args: argparse.Namespace) -> dist.Store:
         sys.exit(f"error: there is a {me} already: give each call its own, or a new file://")
     store.set(me, socket.gethostname())
     wait_while(missing_ranks, args.timeout)
-    hosts = [store.get(name) for name in ranks]
-    args.local_world_size = hosts.count(store.get(me)) * args.nproc_per_node
+    hosts = [store.get(name).decode() for name in ranks]  # several calls may share one
+    here = socket.gethostname()
+    args.local_world_size = hosts.count(here) * args.nproc_per_node
+    args.first_local_rank = hosts[: args.rank].count(here) * args.nproc_per_node
     return store
 
 
@@ -270,7 +271,7 @@ def wait_while(missing: Callable[[], str], timeout: int) -> None:
 def load_train_objs(args: argparse.Namespace, local_rank: int, device: torch.device) -> tuple:
     rank = dist.get_rank()
     phase = 0 if rank == 0 else 1 if local_rank == 0 else 2
-    for turn in range(3):  # rank 0 downloads, then the first process of each node, then all find it
+    for turn in range(3):  # rank 0 downloads, then one process on each other node; the rest find it
         if turn == phase:
             train_set, test_set = load_dataset(args.dataset, args.data_dir)  # load your dataset
         dist.barrier()
@@ -296,15 +297,15 @@ def prepare_dataloader(
     )
 
 
-def main(local_rank: int, args: argparse.Namespace) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, and the parent says so
-    if (
-        not mp.parent_process().is_alive()
-    ):  # killed meanwhile; from here on this process ends with it
+def main(number: int, args: argparse.Namespace) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C, and what Linux sends if the parent dies
+    if not mp.parent_process().is_alive():  # it has died before that
         sys.exit(1)
     tqdm.set_lock(threading.RLock())  # tqdm's own leaks a semaphore where a process is killed
-    device = ddp_setup(local_rank, args)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = args.rank * args.nproc_per_node + number
+    local_rank = args.first_local_rank + number
+    device = ddp_setup(rank, local_rank, args)
+    world_size = dist.get_world_size()
     train_set, test_set, model, optimizer, schedule = load_train_objs(args, local_rank, device)
     set_seed(device, args.seed, rank)  # from here on each rank draws its own
     train_sampler = GlobalBatchSampler(train_set, args.batch_size, rank, world_size, seed=args.seed)
@@ -319,7 +320,7 @@ def main(local_rank: int, args: argparse.Namespace) -> None:
 
 
 def spawn(objs: tuple, nproc: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: no tracebacks while processes start
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # children inherit it: no tracebacks at the start
     try:
         context = mp.spawn(main, objs, nproc, join=False)
         signal.signal(signal.SIGINT, stop)
@@ -342,7 +343,7 @@ def open_snapshot(args: argparse.Namespace) -> dict:
             then, now = snapshot["args"][name], getattr(args, name)
             if then != now:
                 sys.exit(f"error: {path} was made with --{name} {then}, and this run has {now}")
-    except Exception as error:  # torch.load raises nearly everything
+    except Exception as error:  # not sys.exit's; torch.load raises nearly everything
         sys.exit(f"error: {path} is not a snapshot of these scripts ({error!r:.200})")
     if snapshot.get("samples_seen"):
         sys.exit(f"error: {path} was saved in mid-epoch: go on with ddp_torchrun.py")
@@ -408,17 +409,19 @@ def parse_args() -> argparse.Namespace:
         parser.error(f"--snapshot-path {path}: name a file in a folder that you may write to")
     args.total_epochs = args.epochs or args.total_epochs
     args.device = "cpu" if args.no_cuda else args.device
-    find_ranks(parser, args)
+    check_ranks(parser, args)
     return args
 
 
-def find_ranks(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+def check_ranks(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if dist.is_torchelastic_launched():
         parser.error("torchrun starts ddp_torchrun.py; this script is for ranks given by hand")
     count = 1 if args.device == "cpu" else torch.accelerator.device_count()
     if args.rank is None and args.world_size is None and "RANK" in os.environ:
         args.rank, args.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        args.nproc_per_node = args.nproc_per_node or 1  # there, ranks are processes
+        if (args.nproc_per_node or 1) > 1:
+            parser.error("RANK counts processes: --nproc-per-node goes with --rank, --world-size")
+        args.nproc_per_node = 1
     args.nproc_per_node = args.nproc_per_node or count
     if args.device != "cpu" and args.nproc_per_node > count:
         parser.error(f"{args.nproc_per_node} processes are more than {count} devices")

@@ -56,8 +56,8 @@ class Trainer:
 
     def _run_batch(self, source: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         self.optimizer.zero_grad()
-        output = self.model(source)
-        loss = F.cross_entropy(output, targets)  # load your loss
+        output = self.model(source)  # load your inputs
+        loss = F.cross_entropy(output, targets)  # load your loss: a mean over the batch
         loss.backward()
         self.optimizer.step()
         return loss.detach()
@@ -74,7 +74,7 @@ class Trainer:
         progress = tqdm(self.train_data, leave=False, disable=None)
         for step, (source, targets) in enumerate(progress, start=1):
             source = source.to(self.device, non_blocking=self.pinned)  # load your inputs
-            targets = targets.to(self.device, non_blocking=self.pinned)
+            targets = targets.to(self.device, non_blocking=self.pinned)  # load your inputs
             loss = self._run_batch(source, targets)
             loss_sum += loss * len(targets)
             if self.args.log_interval and step % self.args.log_interval == 0:
@@ -88,8 +88,8 @@ class Trainer:
         correct = torch.zeros((), device=self.device)
         for source, targets in self.test_data:
             source = source.to(self.device, non_blocking=self.pinned)  # load your inputs
-            targets = targets.to(self.device, non_blocking=self.pinned)
-            output = self.model(source)
+            targets = targets.to(self.device, non_blocking=self.pinned)  # load your inputs
+            output = self.model(source)  # load your inputs
             loss_sum += F.cross_entropy(output, targets) * len(targets)  # load your loss
             correct += (output.argmax(dim=1) == targets).sum()  # load your metric
         return loss_sum, correct
@@ -107,7 +107,7 @@ class Trainer:
             losses = f"Train loss: {train_loss:.4f} | Test loss: {test_loss:.4f}"
             accuracy = f"Accuracy: {correct:.0f}/{test_size} ({correct / test_size:.2%})"
             log(f"Epoch {epoch} | {losses} | {accuracy} | {rate:.0f} samples/s")
-            self.schedule.step()
+            self.schedule.step()  # load your schedule, if it steps otherwise
             self.epoch = epoch + 1
             if self.epoch % self.args.save_every == 0 or self.epoch == total_epochs:
                 self._save_snapshot()
@@ -193,7 +193,7 @@ def open_snapshot(args: argparse.Namespace) -> dict:
             then, now = snapshot["args"][name], getattr(args, name)
             if then != now:
                 sys.exit(f"error: {path} was made with --{name} {then}, and this run has {now}")
-    except Exception as error:  # torch.load raises nearly everything
+    except Exception as error:  # not sys.exit's; torch.load raises nearly everything
         sys.exit(f"error: {path} is not a snapshot of these scripts ({error!r:.200})")
     if snapshot.get("samples_seen"):
         sys.exit(f"error: {path} was saved in mid-epoch: go on with ddp_torchrun.py")

@@ -33,11 +33,7 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument_group("upper_bound.py").add_argument
     add("--all-reduce", action="store_true", help="average the gradients")
     add("--accumulate", type=int, default=1, help="batches per step")
-    args = parser.parse_args()
-    if args.device == "auto":
-        found = torch.accelerator.current_accelerator(check_available=True)
-        args.device = found.type if found else "cpu"
-    return args
+    return parser.parse_args()
 
 
 def load_data(args: argparse.Namespace) -> tuple[Dataset, Dataset]:

@@ -5,6 +5,8 @@
     python benchmarks/run.py --cases 'mlp-*-2'   some of them, for the terminal: writes to a folder
                                                  named by --out, or nothing
     python benchmarks/run.py --quick --out DIR   does it all run? The numbers mean nothing
+    python benchmarks/run.py --before DIR        ddp_spawn.py and ddp_torchrun.py beside another
+                                                 version of them, which is in DIR with its common/
 
 In each round every contestant of a case runs once, through its own command line, one after the
 other, in an order drawn anew: minutes in which the machine is slow hit all of them. A contestant
@@ -77,7 +79,6 @@ CONTESTANTS = {
     "ddp_spawn.py": Contestant("spawn", "ddp_spawn.py"),
     "ddp_torchrun.py": Contestant("torchrun", "ddp_torchrun.py"),
     "multinode.py": Contestant("node", "multinode.py"),
-    "multinode.py --accumulate 8": Contestant("node", "multinode.py", ("--accumulate", "8")),
     "ddp_torchrun.py --accumulate 8": Contestant(
         "torchrun", "ddp_torchrun.py", ("--accumulate", "8")
     ),
@@ -90,7 +91,7 @@ CONTESTANTS = {
     "SGD fused": Contestant(
         "spawn",
         "ddp_spawn.py",
-        edit=("momentum=args.momentum,\n", "momentum=args.momentum,\n        fused=True,\n"),
+        edit=("momentum=args.momentum)", "momentum=args.momentum, fused=True)"),
     ),
     "DDP's own buckets": Contestant(
         "spawn", "ddp_spawn.py", edit=("bucket_cap_mb=25 if", "bucket_cap_mb=None if")
@@ -100,19 +101,16 @@ CONTESTANTS = {
         "ddp_spawn.py",
         edit=("gradient_as_bucket_view=True", "gradient_as_bucket_view=False"),
     ),
-    "agreeing on a stop at every step": Contestant(
-        "spawn", "ddp_spawn.py", edit=("if step % self.ask_every > 0 and", "if step % 1 > 0 and")
-    ),
     "samples fetched one at a time": Contestant(
         "spawn",
         "ddp_spawn.py",
-        edit=("Batches(dataset)", "Batches(torch.utils.data.ConcatDataset([dataset]))"),
+        edit=("        dataset,\n", "        torch.utils.data.ConcatDataset([dataset]),\n"),
     ),
     "all threads in each process": Contestant(
         "spawn",
         "ddp_spawn.py",
         edit=(
-            "max(1, torch.get_num_threads() // args.local_world_size)",
+            "max(1, torch.get_num_threads() // args.nproc_per_node)",
             "torch.get_num_threads()",
         ),
     ),
@@ -121,8 +119,10 @@ CONTESTANTS = {
         "ddp_spawn.py",
         edit=("    device = ddp_setup(", "    os.setsid()\n    device = ddp_setup("),
     ),
-    "ddp_torchrun.py, importing after the wait": Contestant(
-        "torchrun", "ddp_torchrun.py", edit=("        preload(args.dataset)", "        ")
+    "ddp_torchrun.py, agreeing on a stop at every step": Contestant(
+        "torchrun",
+        "ddp_torchrun.py",
+        edit=("if step % self.ask_every > 0 and", "if step % 1 > 0 and"),
     ),
     "tutorial": Contestant("spawn", "benchmarks/tutorial.py"),
     "tutorial, 1 thread": Contestant("spawn", "benchmarks/tutorial.py", one_thread=True),
@@ -178,6 +178,7 @@ class Case:
             "accumulate": ", 8 of them a step",
             "choices": ", one choice changed",
             "start": ", to the first step",
+            "before": ", beside another version",
         }
         size += special.get(self.name, "")
         if self.device != "cpu":
@@ -229,7 +230,7 @@ def all_cases(gpu: str | None) -> list[Case]:
     cases.append(Case(*resnet, 32, 2, ("ddp_torchrun.py", *BOUNDS[:2]), samples=256))
     # Over a slow link a step takes long: fewer of them.
     remote = ("multinode.py", "tutorial, 1 thread", "compute + all-reduce")
-    frugal = ("multinode.py", "multinode.py --accumulate 8", *remote[1:])
+    frugal = ("multinode.py", "ddp_torchrun.py --accumulate 8", *remote[1:])
     for link, steps in (("", 96), ("1gbit", 32), ("100mbit", 8)):
         for hosts, batch, names in ((2, 32, frugal), (2, 256, remote), (3, 32, remote)):
             if (hosts, batch, link) == (2, 32, ""):
@@ -246,6 +247,19 @@ def all_cases(gpu: str | None) -> list[Case]:
                 contestants = (*ours, "tutorial", "Fabric", "Accelerate", "compute alone")
                 cases.append(Case(*names, batch, 1, contestants, 61_440, device=gpu))
         cases.append(Case(*resnet, 256, 1, (*ours, "compute alone"), 10_240, device=gpu))
+    return cases
+
+
+def beside(folder: Path) -> list[Case]:
+    """The cases for ours beside the same scripts in another folder, which has a common/, too."""
+    scripts = ("ddp_spawn.py", "ddp_torchrun.py")
+    for script in scripts:
+        program = str(folder.resolve() / script)
+        CONTESTANTS[f"{script} before"] = replace(CONTESTANTS[script], program=program)
+    names = (*scripts, *(f"{script} before" for script in scripts))
+    case = Case("mlp", "fashion-mnist", 32, 2, names, rounds=15, seconds=5, name="before")
+    cases = [case, replace(case, batch=256)]
+    report.TARGETS += [(c.key, s, f"{s} before", 0.97) for c in cases for s in scripts]
     return cases
 
 
@@ -415,7 +429,7 @@ def commands(
     if contestant.program.startswith("benchmarks/"):
         arguments = tail
     else:
-        arguments = [*tail[:1], "1000", *tail[1:], "--no-progress"]  # saves after epoch 1000
+        arguments = [*tail[:1], "1000", *tail[1:]]  # saves after epoch 1000
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
     if hosts:
         address, words = hosts.address(0), []
@@ -433,7 +447,7 @@ def commands(
         return [[*torchrun, "--standalone", f"--nproc_per_node={count}", program, *arguments]]
     if contestant.launch == "node":
         store = data.parent / f"store-{uuid.uuid4().hex}"
-        arguments += ["--nnodes", "1", "--node-rank", "0", "--init-method", f"file://{store}"]
+        arguments += ["--rank", "0", "--world-size", "1", "--init-method", f"file://{store}"]
     if contestant.launch in ("spawn", "node"):
         arguments += ["--nproc-per-node", str(count)]
     return [[sys.executable, program, *arguments]]
@@ -507,7 +521,7 @@ def machine() -> dict[str, str]:
 
 def split_step(script: str, options: list[str], device: str, batch: int, data: Path) -> dict:
     """Where the time of a step goes: see split.py."""
-    command = [sys.executable, str(HERE / "split.py"), script, "2", *options, "--no-progress"]
+    command = [sys.executable, str(HERE / "split.py"), script, "2", *options]
     command += ["--dataset", "fashion-mnist", "--data-dir", str(data), "--device", device]
     command += ["--batch-size", str(batch)]
     what = " ".join([f"{script}.py", *options])
@@ -544,6 +558,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="instead of each case's own number")
     parser.add_argument("--seconds", type=float, default=1.5, help="of most runs, after warm-up")
     parser.add_argument("--quick", action="store_true", help="one case, small and short")
+    parser.add_argument("--before", type=Path, help="folder of another version to run beside")
     parser.add_argument("--out", type=Path, help="folder for RESULTS.md, results.json, the plot")
     return parser.parse_args()
 
@@ -552,7 +567,7 @@ def main() -> None:
     args = parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # and clean up on the way
     found = torch.accelerator.current_accelerator(check_available=True)
-    cases = all_cases(found.type if found else None)
+    cases = beside(args.before) if args.before else all_cases(found.type if found else None)
     if args.quick:
         few = ("ddp_spawn.py", "SGD fused", "tutorial, 1 thread", *BOUNDS[1:])
         small = {"samples": 1024, "rounds": 1, "more_rounds": 0, "seconds": None}
@@ -565,7 +580,7 @@ def main() -> None:
     if args.list or not cases:
         print("\n".join(case.key for case in cases) or "no such case: see --list")
         sys.exit(0 if cases else 2)
-    out = args.out or (None if args.quick or args.cases else HERE)
+    out = args.out or (None if args.quick or args.cases or args.before else HERE)
 
     start, left_out, records, splits, copies = time.monotonic(), [], [], [], []
     result = {"machine": machine(), "seconds": args.seconds}

@@ -63,7 +63,7 @@ def milliseconds(events: list, wall: float) -> dict[str, float]:
 
 
 def profiled(run_epoch: Callable) -> Callable:
-    def wrapper(trainer: object, epoch: int) -> None:
+    def wrapper(trainer: object, epoch: int) -> object:
         if epoch + 1 < trainer.args.total_epochs:
             return run_epoch(trainer, epoch)
         kind = type(trainer.model)
@@ -72,7 +72,7 @@ def profiled(run_epoch: Callable) -> Callable:
         torch.Tensor.backward = labelled("backward", torch.Tensor.backward)
         with profile() as profiler:  # all devices that there are
             start = time.perf_counter()
-            run_epoch(trainer, epoch)
+            result = run_epoch(trainer, epoch)
             if trainer.device.type != "cpu":
                 torch.accelerator.synchronize()
             wall = 1e6 * (time.perf_counter() - start)
@@ -80,6 +80,7 @@ def profiled(run_epoch: Callable) -> Callable:
         times = milliseconds(list(profiler.events()), wall)
         times = {part: value / steps for part, value in times.items()}
         print(f"split: {json.dumps(times)}", flush=True)
+        return result
 
     return wrapper
 
@@ -87,4 +88,4 @@ def profiled(run_epoch: Callable) -> Callable:
 if __name__ == "__main__":
     script = importlib.import_module(sys.argv.pop(1))
     script.Trainer._run_epoch = profiled(script.Trainer._run_epoch)
-    script.main(script.parse_args(), stop=torch.zeros((), dtype=torch.int32))
+    script.main(script.parse_args())

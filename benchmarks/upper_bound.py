@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 
-from common.data import ShardedBatchSampler, load_dataset
+from common.data import GlobalBatchSampler, load_dataset
 from common.model import build_model
 
 
@@ -46,7 +46,7 @@ def main(rank: int, world_size: int, args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     model = build_model(args.model, train_set.images.shape[1:]).to(args.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
-    sampler = ShardedBatchSampler(train_set, args.batch_size, world_size, rank, args.seed)
+    sampler = GlobalBatchSampler(train_set, args.batch_size, rank, world_size, args.seed)
     batches = [[part.to(args.device) for part in train_set.__getitems__(i)] for i in sampler]
     images, labels = (part.to(args.device) for part in test_set.__getitems__(range(len(test_set))))
     parameters = list(model.parameters())

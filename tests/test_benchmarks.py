@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -112,6 +113,29 @@ def test_a_changed_choice_is_one_place_in_its_script(name, tmp_path):
     compile(code, copy.name, "exec")
     assert copy.parent == tmp_path and code != (ROOT / contestant.program).read_text()
     assert name in harness.CHOICES
+
+
+def test_ours_run_beside_another_version(tmp_path, monkeypatch):
+    """That one runs with its own common/, and the ratio is a target."""
+    monkeypatch.setattr(harness, "CONTESTANTS", {**harness.CONTESTANTS})
+    monkeypatch.setattr(report, "TARGETS", [*report.TARGETS])
+    folder = tmp_path / "before"
+    shutil.copytree(ROOT / "common", folder / "common")
+    (folder / "common" / "seed.py").write_text("raise SystemExit('the other version')")
+    for script in ("ddp_spawn.py", "ddp_torchrun.py"):
+        shutil.copy(ROOT / script, folder)
+    cases = harness.beside(folder)
+    assert [case.key for case in cases] == ["mlp-32-2-before", "mlp-256-2-before"]
+    case = dataclasses.replace(cases[0], samples=64, rounds=1)
+    data = harness.make_data(tmp_path, case.dataset, case.samples)
+    records = {record["contestant"]: record for record in harness.run_case(case, data, None, 0.1)}
+    for script in ("ddp_spawn.py", "ddp_torchrun.py"):
+        assert "error" not in records[script], records
+        assert "the other version\n" in records[f"{script} before"]["output"]
+    rates = [record(name, 0, rate, case.key) for name, rate in zip(case.contestants, (3, 4, 2, 5))]
+    lines = report.targets({"records": rates, "cases": {}})
+    assert f"| {case.key} | ddp_spawn.py | ddp_spawn.py before | 0.97 | 1.50 " in lines
+    assert f"| {case.key} | ddp_torchrun.py | ddp_torchrun.py before | 0.97 | 0.80 " in lines
 
 
 def test_cases_have_names_of_their_own_and_the_targets_are_among_them():
@@ -230,7 +254,7 @@ def test_the_upper_bound_does_the_scripts_steps_and_accumulates(fork, tmp_path):
         accuracies[batch, accumulate] = found[-1]
         after_one[batch, accumulate] = found[0]
     # One epoch, as later ones have other permutations.
-    options = ("--dataset", "fashion-mnist", "--data-dir", data, "--no-progress")
+    options = ("--dataset", "fashion-mnist", "--data-dir", data)
     (ours,) = epochs(fork("single_gpu.py", 1, *options))
     assert abs(ours["accuracy"] - after_one[32, 1]) < 0.5
     (ours,) = epochs(fork("ddp_spawn.py", 1, *options, "--nproc-per-node", 2))

@@ -14,7 +14,7 @@ import time
 import pytest
 from helpers.files import difference, idx_files, load, same_bytes
 from helpers.hosts import Hosts, require, requirements
-from helpers.jobs import Job, command, epochs, losses
+from helpers.jobs import Job, command, epochs
 
 DOUBLE = {"LADDER_DTYPE": "float64"}
 # On a host nothing says how to connect.
@@ -67,10 +67,6 @@ def by_hand(hosts: Hosts, rank: int, world_size: int = 2) -> tuple:
     return ("--init-method", hosts.method, "--rank", rank, "--world-size", world_size)
 
 
-def by_node(hosts: Hosts, rank: int) -> tuple:
-    return ("--init-method", hosts.method, "--nnodes", 2, "--node-rank", rank)
-
-
 def torchrun(hosts: Hosts, rank: int, processes: int) -> str:
     address = f"--master_addr {hosts.address(0)} --master_port {PORT}"
     nodes = f"--nnodes 2 --node_rank {rank} --nproc_per_node {processes}"
@@ -87,11 +83,16 @@ def job(tmp_path_factory):
     """The arguments of a small job, and what single_gpu.py makes of it with a batch of 24."""
     folder = tmp_path_factory.mktemp("job")
     data = ("--dataset", "fashion-mnist", "--data-dir", idx_files(folder, 500, 10))
-    options = (2, *data, "--no-progress", "--log-interval", 1)
+    options = (2, *data, "--log-interval", 1)
     text = Job(
         command("single_gpu.py", *options, "--batch-size", 24), folder, DOUBLE, fork=True
     ).finish()
-    return options, losses(text), load(folder / "checkpoint.pt")
+    return options, scores(text), load(folder / "checkpoint.pt")
+
+
+def scores(text: str) -> list[dict[str, float]]:
+    """The epoch lines, without the speed."""
+    return [{name: line[name] for name in line if name != "rate"} for line in epochs(text)]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -110,13 +111,11 @@ def test_any_number_of_hosts_does_the_same_job(hosts, tmp_path, job, count):
             time.sleep(1)
     texts = [job.finish() for job in reversed(jobs)]
     for rank, text in enumerate(texts):
-        assert f"[rank {rank} of {count}] host {hosts.name(rank)} | device cpu |" in text
+        assert f"[rank {rank} of {count}] device cpu |" in text
         assert f"[CPU{rank}] Epoch 1 | Batchsize: {24 // count} | Steps: 21\n" in text
-    assert losses(texts[0]) == expected and len(expected) == 42
-    ours = load(tmp_path / "host0" / "checkpoint.pt")
-    assert difference(ours, snapshot) < 1e-12
-    states = [state["cpu"].numpy().tobytes() for state in ours["rng_states"]]
-    assert len(set(states)) == count  # each rank drops out other units
+    assert [scores(text) for text in texts] == [expected, *[[]] * (count - 1)]
+    assert len(expected) == 2 and texts[0].count("| Loss of rank 0: ") == 42
+    assert difference(load(tmp_path / "host0" / "checkpoint.pt"), snapshot) < 1e-12
     others = [path for path in tmp_path.glob("host*/checkpoint.pt") if "host0" not in str(path)]
     assert not others  # rank 0 alone saves
     lines = [line.split() for path in trace.iterdir() for line in path.read_text().splitlines()]
@@ -126,21 +125,21 @@ def test_any_number_of_hosts_does_the_same_job(hosts, tmp_path, job, count):
 
 
 @pytest.mark.slow("each launched by its real command line")
-@pytest.mark.parametrize("way", ["nodes", "file", "env", "torchrun", "c10d", "2019"])
+@pytest.mark.parametrize("way", ["processes", "file", "env", "torchrun", "c10d", "2019"])
 def test_ways_of_launching(hosts, tmp_path, job, way):
     options, expected, snapshot = job
     options = options[1:] if way == "2019" else options
     hosts = hosts(2)
-    # 24 samples a step, and the epoch's last 20, however they are shared out.
+    # 24 samples a step, however they are shared out.
     size = {
-        "nodes": ("--batch-size", 3, "--accumulate", 2),
+        "processes": ("--batch-size", 6),
         "torchrun": ("--batch-size", 1, "--accumulate", 6),
     }.get(way, ("--batch-size", 12))
     jobs = []
     for rank in (1, 0):
         launch, arguments, env = "multinode.py", (), dict(DOUBLE)
-        if way == "nodes":
-            arguments = (*by_node(hosts, rank), "--nproc-per-node", 2)
+        if way == "processes":
+            arguments = (*by_hand(hosts, rank), "--nproc-per-node", 2)
         elif way == "file":
             shared = f"file://{tmp_path}/shared"
             arguments = ("--init-method", shared, "--rank", rank, "--world-size", 2)
@@ -156,88 +155,37 @@ def test_ways_of_launching(hosts, tmp_path, job, way):
             arguments += ("--lr", 0.01, "--momentum", 0.9, "--seed", 42, "--log-interval", 1)
         jobs.append(hosts.start(rank, launch, *options, *size, *arguments, fork=False, **env))
     texts = [job.finish() for job in jobs]
-    text = max(texts, key=lambda text: len(losses(text)))  # of rank 0, on either host with c10d
-    assert losses(text) == expected
+    ranks = sorted(int(rank) for rank in re.findall(r"^\[rank (\d) of ", "".join(texts), re.M))
+    assert ranks == list(range(4 if way in ("processes", "torchrun") else 2))
+    text = max(texts, key=lambda text: len(epochs(text)))  # of rank 0, on either host with c10d
+    assert scores(text) == expected
     (path,) = tmp_path.glob("host*/checkpoint.pt")
     assert difference(load(path), snapshot) < 1e-12
 
 
-USAGE = [
-    (("--rank", 1), {}, "--rank and --world-size, or RANK and WORLD_SIZE, go with --init-method"),
-    (("--init-method", "tcp://a:7000"), {}, "--rank and --world-size, or RANK and WORLD_SIZE, go"),
-    (("--rank", 1, "--world-size", 2), {}, "export MASTER_ADDR and MASTER_PORT, or use --init-"),
-    (("--nnodes", 2), {}, "--nnodes, --node-rank and --init-method go together"),
-    (
-        ("--init-method", "tcp://a:70000", "--rank", 0, "--world-size", 2),
-        {},
-        "tcp://a:70000: write",
-    ),
-    (("--init-method", "udp://a:7000", "--rank", 0, "--world-size", 2), {}, "udp://a:7000: write"),
-    (("--init-method", "tcp://a:7000", "--rank", 2, "--world-size", 2), {}, "not in a world of 2"),
-    (("--init-method", "env://"), {}, "--rank and --world-size, or RANK and WORLD_SIZE, go with"),
-    ((), {"RANK": 0, "MASTER_ADDR": "a", "MASTER_PORT": 1}, "--rank and --world-size, or RANK and"),
-    ((), {"RANK": 0, "WORLD_SIZE": 2, "MASTER_PORT": 1}, "export MASTER_ADDR and MASTER_PORT"),
-    ((), {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "a", "MASTER_PORT": "b"}, "tcp://a:b: write"),
-    (
-        ("--init-method", "tcp://a:7000", "--nnodes", 2, "--node-rank", 0, "--rank", 0),
-        {},
-        "--nnodes and --node-rank stand in for --rank and --world-size: not both",
-    ),
-    (
-        (),
-        {"RANK": "a", "WORLD_SIZE": 2, "MASTER_ADDR": "a", "MASTER_PORT": 1},
-        "argument --rank: invalid int value: 'a'",
-    ),
-    (
-        ("--init-method", "file:///no/such/file", "--rank", 0, "--world-size", 2),
-        {},
-        "name a file in",
-    ),
-    (
-        ("--local-rank=0",),
-        {"TORCHELASTIC_RUN_ID": "x"},
-        "torchrun starts ddp_torchrun.py; this script is for ranks",
-    ),
-    (("--nproc-per-node", 4), {}, "--nproc-per-node goes with --nnodes"),
-    (("--backend", "mpi"), {}, "--backend mpi does not work on cpu here"),
-    (("--epochs", 0), {}, "argument --epochs: 0 is out of range, which begins at 1"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "env", "message"), USAGE, ids=[row[2] for row in USAGE])
-def test_usage(refuse, monkeypatch, arguments, env, message):
-    env = {name: str(value) for name, value in env.items()}
-    monkeypatch.setattr(os, "environ", {**os.environ, **env})
-    assert message in refuse("multinode.py", *arguments)
-
-
-def cannot_join(job: Job, seconds: float, status: int = 1) -> str:
-    """The job's only line, about not joining, which must come in time."""
+def cannot_join(job: Job, seconds: float) -> str:
+    """The job's only line about not joining, which must come in time."""
     start = time.monotonic()
-    text = job.finish(status, seconds=60)
+    text = job.finish(1, seconds=60)
     assert time.monotonic() - start < seconds, text
-    line = text.splitlines()[-1]
-    assert line.startswith("error: rank ") and "cannot join at tcp://" in line, text
-    others = [line for line in text.splitlines()[:-1] if not line.startswith("[W")]
-    assert others in ([], ["total_epochs: 5, save_every: 1, batch_size: 32"]), text
+    *others, line = text.splitlines()
+    assert line.startswith("error: "), text
+    expected = ("[W", "total_epochs: 5, save_every: 1, batch_size: 32", "waiting for ")
+    assert all(other.startswith(expected) for other in others), text
     return line
 
 
-def test_masters_that_are_not_there(hosts, run):
+def test_masters_that_are_not_there(hosts):
     hosts = hosts(2)
     for master, reason in (
         (hosts.address(0), "Connection refused"),
         (f"{hosts.address(0)}9", "No route to host|timed out"),
-        ("no.such.host", "Name or service not known|Temporary failure in name resolution"),
     ):
         method = f"tcp://{master}:{PORT}"
         arguments = ("--init-method", method, "--rank", 1, "--world-size", 2, "--timeout", 5)
-        line = cannot_join(hosts.start(1, "multinode.py", *arguments), 9.5)
-        assert line.startswith("error: rank 1 of 2 cannot join") and method in line
+        line = cannot_join(hosts.start(1, "multinode.py", *arguments), 12)
+        assert line.startswith(f"error: missing after 5 s: rank 0 at {method}")
         assert re.search(reason, line)
-        assert "missing after 5 s: rank 0" in line or "no.such.host" in method
-    arguments = ("--init-method", method, "--rank", 0, "--world-size", 2, "--timeout", 5)
-    assert re.search(reason, cannot_join(hosts.start(0, "multinode.py", *arguments), 9.5))
 
 
 def test_a_port_that_is_taken(hosts):
@@ -258,51 +206,72 @@ def test_a_port_that_is_taken(hosts):
 
 
 def test_a_peer_that_never_comes(hosts):
+    """Rank 0 names it. The others name it, too, or lose rank 0 before."""
     hosts = hosts(2)
     job = hosts.start(0, "multinode.py", *by_hand(hosts, 0, 3), "--timeout", 6)
     other = hosts.start(1, "multinode.py", *by_hand(hosts, 2, 3), "--timeout", 6)
-    lines = [cannot_join(job, 11.5), cannot_join(other, 11.5)]
-    assert any(line.endswith("missing after 6 s: rank 1") for line in lines), lines
+    assert cannot_join(job, 12) == "error: missing after 6 s: rank 1"
+    text = other.finish(1, seconds=6)
+    assert "\nwaiting for rank 1\n" in text
+    assert "error: missing after 6 s: rank 1\n" in text or "remote server shutdown" in text
 
 
 def test_ctrl_c_while_another_node_is_missing(start, tmp_path):
-    """Nothing to save yet: it ends at once, without a word. On any machine."""
-    options = ("--init-method", f"file://{tmp_path}/store", "--nnodes", 2, "--node-rank", 0)
+    """On any machine."""
+    options = ("--init-method", f"file://{tmp_path}/store", "--rank", 0, "--world-size", 2)
     job = start("multinode.py", *options, "--nproc-per-node", 2)
-    job.wait_for(r"\[rank 0\] still waiting for rank 2, rank 3")
-    job.wait_for(r"\[rank 1\] still waiting for rank 2, rank 3")
+    job.wait_for("waiting for rank 1")
     os.killpg(job.process.pid, signal.SIGINT)
     text = job.finish(128 + signal.SIGINT, seconds=10)
+    assert text.endswith("\nstopped: --resume goes on from the last snapshot\n")
     assert "error" not in text and "Traceback" not in text, text
 
 
 def test_ranks_given_twice_and_worlds_that_differ(hosts, job):
     options, _, _ = job
     hosts = hosts(2)
-    jobs = [hosts.start(0, "multinode.py", *options, *by_hand(hosts, 0, 3), "--timeout", 20)]
-    line = cannot_join(hosts.start(1, "multinode.py", *by_hand(hosts, 1, 2), "--timeout", 20), 15)
-    assert "another process has --world-size 3: give all the same" in line
-    jobs.append(hosts.start(1, "multinode.py", *options, *by_hand(hosts, 2, 3), "--timeout", 20))
-    time.sleep(4)
-    line = cannot_join(hosts.start(1, "multinode.py", *by_hand(hosts, 2, 3), "--timeout", 20), 15)
-    assert "there is a rank 2 already: give each process its own" in line
-    jobs.append(hosts.start(1, "multinode.py", *options, *by_hand(hosts, 1, 3), "--timeout", 20))
+    jobs = [hosts.start(0, "multinode.py", *options, *by_hand(hosts, 0, 3), "--timeout", 30)]
+    jobs[0].wait_for("waiting for rank 1, rank 2")
+    line = cannot_join(hosts.start(1, "multinode.py", *by_hand(hosts, 1, 2), "--timeout", 30), 15)
+    assert "error: rank 1 has a world of 2 calls of 1 processes, and another rank one of 3" in line
+    jobs.append(hosts.start(1, "multinode.py", *options, *by_hand(hosts, 2, 3), "--timeout", 30))
+    jobs[0].wait_for("waiting for rank 1$")
+    line = cannot_join(hosts.start(1, "multinode.py", *by_hand(hosts, 2, 3), "--timeout", 30), 15)
+    assert "there is a rank 2 already: give each call its own" in line
+    jobs.append(hosts.start(1, "multinode.py", *options, *by_hand(hosts, 1, 3), "--timeout", 30))
     for each in jobs:  # whoever was refused has left no trace
         each.finish()
 
 
 def test_names_that_resolve_to_loopback(hosts, job):
-    """As Debian's installer has it: 127.0.1.1 for the host's own name."""
+    """As Debian's installer has it: 127.0.1.1 for the host's own name. With docs/multinode.md's
+    remedy they join."""
     options, expected, _ = job
     hosts = hosts(2, own="127.0.1.1")
     jobs = [hosts.start(r, "multinode.py", *by_hand(hosts, r), "--timeout", 6) for r in (0, 1)]
-    for each in jobs:
-        line = cannot_join(each, 9.5)
-        assert re.search(r"on node ladder\d+n\d gloo takes 127.0.1.1 for its address: on", line)
+    texts = [each.finish(1, seconds=20) for each in jobs]
+    assert "Gloo connectFullMesh failed" in texts[1] and "remote=[127.0.1.1]" in texts[1]
     env = {**DOUBLE, "GLOO_SOCKET_IFNAME": "eth0"}
     options += ("--batch-size", 12)
     jobs = [hosts.start(r, "multinode.py", *options, *by_hand(hosts, r), **env) for r in (0, 1)]
-    assert [losses(job.finish()) for job in jobs] == [expected, []]
+    assert [scores(job.finish()) for job in jobs] == [expected, []]
+
+
+def test_damaged_data_on_one_node(hosts, tmp_path, job):
+    """One of its processes says so, in a line."""
+    options, _, _ = job
+    hosts = hosts(2)
+    damaged = idx_files(tmp_path / "damaged", 500, 10)
+    os.truncate(damaged / "FashionMNIST/raw/train-images-idx3-ubyte", 1_000)
+    jobs = []
+    for rank, folder in enumerate((options[4], damaged)):
+        arguments = (*options[:4], folder, "--nproc-per-node", 2, *by_hand(hosts, rank))
+        jobs.append(hosts.start(rank, "multinode.py", *arguments, "--timeout", 10))
+    text = jobs[1].finish(1, seconds=30)
+    (line,) = re.findall("^error: .*", text, re.M)
+    assert line.startswith(f"error: FashionMNIST in {damaged} is damaged or incomplete")
+    assert "Traceback" not in text, text
+    assert not epochs(jobs[0].finish(1, seconds=30))
 
 
 @pytest.mark.parametrize("how", ["killed", "link down"])
@@ -320,13 +289,11 @@ def test_a_peer_that_is_lost_in_training(hosts, job, how):
     for rank in (0,) if how == "killed" else (0, 1):
         text = jobs[rank].finish(1, seconds=30)
         assert time.monotonic() - start < 20
-        line = text.splitlines()[-1]
-        assert line.startswith(f"error: rank {rank} has lost the others, look there for the cause")
-        assert hosts.address(1 - rank) in line or re.search("imed out|timeout", line), line
-        assert "frame #" not in text and "Traceback" not in text, text
+        reason = "Connection (closed|reset) by peer" if how == "killed" else "Timed out waiting"
+        assert re.search(reason, text.rstrip().splitlines()[-1]), text
 
 
-def test_a_link_that_is_down_for_a_while(hosts, tmp_path, job):
+def test_a_link_that_is_down_for_a_while(hosts, job):
     options, _, _ = job
     hosts = hosts(2)
     arguments = (8, *options[1:], "--batch-size", 12, "--timeout", 60)
@@ -336,47 +303,51 @@ def test_a_link_that_is_down_for_a_while(hosts, tmp_path, job):
     jobs[0].wait_for(r"Epoch 1 \| Step 3 ")
     hosts.link(1, up=False)
     time.sleep(1)
-    before = len(losses(jobs[0].text))
+    before = jobs[0].text
     time.sleep(2)
-    assert len(losses(jobs[0].text)) == before > 0
+    assert jobs[0].text == before and "Epoch 7" not in before
     hosts.link(1, up=True)
-    for job in jobs:
-        job.finish()
-    jobs[0].text.index("Epoch 7 | Training checkpoint saved")
+    texts = [job.finish() for job in jobs]
+    assert "Epoch 7 | Training checkpoint saved" in texts[0]
 
 
-def test_ctrl_c_on_one_host_stops_all(hosts, tmp_path, job):
-    """Resumed with the hosts' ranks as before, it ends as if nothing had happened."""
+def test_ctrl_c_on_one_host_ends_all(hosts, tmp_path, job):
+    """Resumed on both, it ends as if nothing had happened."""
     options, _, _ = job
     hosts = hosts(2)
-    options = (8, *options[1:], "--batch-size", 6, "--model", "convnet", "--nproc-per-node", 2)
-    jobs = [hosts.start(r, "multinode.py", *options, *by_node(hosts, r)) for r in (0, 1)]
+    options = (8, *options[1:], "--batch-size", 12, "--model", "convnet", "--timeout", 20)
+    jobs = [hosts.start(r, "multinode.py", *options, *by_hand(hosts, r)) for r in (0, 1)]
     for each in jobs:
         each.finish()
-    expected = load(tmp_path / "host0" / "checkpoint.pt")
+    path = tmp_path / "host0" / "checkpoint.pt"
+    expected = load(path)
     jobs = [
-        hosts.start(r, "multinode.py", *options, *by_node(hosts, r), fork=False) for r in (0, 1)
+        hosts.start(r, "multinode.py", *options, *by_hand(hosts, r), fork=False) for r in (0, 1)
     ]
     jobs[0].wait_for(r"Epoch 1 \| Step 3 ")
     os.killpg(jobs[1].process.pid, signal.SIGINT)
-    texts = [each.finish(128 + signal.SIGINT) for each in jobs]
-    assert re.search(r"^Epoch \d \| Stopped at sample \d+, saved at", texts[0], re.M)
-    assert not same_bytes(load(tmp_path / "host0" / "checkpoint.pt"), expected)
+    text = jobs[1].finish(128 + signal.SIGINT, seconds=20)
+    assert text.count("stopped: --resume goes on from the last snapshot\n") == 1
+    assert "Traceback" not in text, text
+    text = jobs[0].finish(1, seconds=20)
+    assert re.search(r"Connection (closed|reset) by peer", text), text
+    assert 0 < load(path)["epoch"] < 8
     jobs = [
-        hosts.start(r, "multinode.py", *options, "--resume", *by_node(hosts, r)) for r in (0, 1)
+        hosts.start(r, "multinode.py", *options, "--resume", *by_hand(hosts, r)) for r in (0, 1)
     ]
     for each in jobs:
         each.finish()
-    assert same_bytes(load(tmp_path / "host0" / "checkpoint.pt"), expected)
+    assert same_bytes(load(path), expected)
 
 
 @pytest.mark.slow("waits for torchrun's time-outs, over a minute")
 def test_elastic_hosts_go_and_come_back(hosts, tmp_path, job):
-    """Host 1 is switched off: host 0 goes on from its snapshot; host 1 comes back and joins."""
+    """Host 1 is switched off: host 0 goes on from the snapshot; host 1 comes back and joins."""
     options, _, _ = job
     hosts = hosts(2)
     launch = f"{ELASTIC} --rdzv_endpoint {hosts.address(0)}:{PORT} {QUICK} ddp_torchrun.py"
     arguments = (60, *options[1:], "--model", "convnet", "--batch-size", 2, "--timeout", 10)
+    arguments += ("--resume", "--snapshot-path", tmp_path / "shared.pt")
     first = hosts.start(0, launch, *arguments, fork=False, **SHARED_STORE_OFF)
     second = hosts.start(1, launch, *arguments, fork=False, **SHARED_STORE_OFF)
     for each in (first, second):
@@ -396,52 +367,3 @@ def test_elastic_hosts_go_and_come_back(hosts, tmp_path, job):
     assert (first.text + again.text).count("\nResuming training from snapshot at Epoch ") == 2
     done = epochs(first.text) + epochs(again.text) + epochs(second.text)
     assert {line["epoch"] for line in done} == set(range(60))
-
-
-def figures(text: str) -> tuple[float, float, float]:
-    """Of --check: all-reduce in ms, GB/s, an epoch in s."""
-    pattern = r"^All-reduce \| .* MB \| (\S+) ms \| (\S+) GB/s$"
-    reduce, speed = re.search(pattern, text, re.M).groups()
-    (epoch,) = re.search(r"^Epoch \| \d+ steps \| about (\S+) s$", text, re.M).groups()
-    return float(reduce), float(speed), float(epoch)
-
-
-def test_check_finds_the_speed_of_the_link_and_predicts_the_epoch(hosts, tmp_path, job):
-    options, _, _ = job
-    hosts = hosts(2)
-    hosts.shape("100mbit")
-    options = (1, *options[1:-2])
-
-    def on_both(*arguments: object) -> str:
-        jobs = [
-            hosts.start(r, "multinode.py", *options, *arguments, *by_hand(hosts, r)) for r in (0, 1)
-        ]
-        text, _ = (each.finish() for each in jobs)
-        return text
-
-    predicted, took, rates = {}, {}, {}
-    for accumulate in (1, 8):
-        arguments = ("--batch-size", 16, "--accumulate", accumulate)
-        text = on_both(*arguments, "--check", "--snapshot-path", "check.pt")
-        assert not list(tmp_path.glob("host*/check.pt"))
-        reduce, speed, predicted[accumulate] = figures(text)
-        rows = re.findall(r"^(?:Measured|Predicted) \| (.*) \| ([\d.]+) samples/s", text, re.M)
-        rates[accumulate] = {name: float(rate) for name, rate in rows}
-        # 2.7 MB at 0.1 Gbit/s, with tbf's burst on top; less where other tests use the cores.
-        assert 0.06 < speed * 8 < 0.13 and 200 < reduce < 350, text
-        assert speed * reduce == pytest.approx(669_706 * 4 / 1e6, rel=0.01)  # all bytes, once
-        if accumulate == 1:
-            assert "\nVerdict | the link is the limit, 0.01" in text
-        text = on_both(*arguments)
-        took[accumulate] = 500 / epochs(text)[0]["rate"]
-        # The second host halves the steps.
-        assert f"[CPU0] Epoch 0 | Batchsize: 16 | Steps: {-(-500 // (32 * accumulate))}\n" in text
-    # Four nodes send 1.5 times as much in a step as two, and four micro-batches as much as one.
-    names = ["2 nodes", "1 process", "4 nodes", "8 nodes", "16 nodes", "2 nodes, --accumulate 4"]
-    assert list(rates[1]) == names
-    assert rates[1]["4 nodes"] == pytest.approx(rates[1]["2 nodes"] * 2 / 1.5, rel=0.1)
-    assert rates[1]["2 nodes, --accumulate 4"] > 3 * rates[1]["2 nodes"]
-    # The first is the link's time, the second mostly that of cores which other tests use, too.
-    assert took[1] == pytest.approx(predicted[1], rel=0.3), (predicted, took)
-    assert predicted[8] / 3 < took[8] < 3 * predicted[8], (predicted, took)
-    assert took[1] > 3 * took[8]
