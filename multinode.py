@@ -251,7 +251,6 @@ def open_store(args: argparse.Namespace, serve: bool = False) -> dist.Store:
         url.port,
         is_master=serve,
         wait_for_workers=False,
-        timeout=datetime.timedelta(seconds=args.timeout),
         use_libuv=sys.platform != "win32",  # torch for Windows is built without
     )
 
@@ -430,16 +429,14 @@ def check_ranks(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
     if args.rank >= args.world_size:
         parser.error(f"rank {args.rank} is not in a world of {args.world_size}: they count from 0")
     if args.init_method == "env://":
-        address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-        if not address or not port:
-            parser.error("export MASTER_ADDR and MASTER_PORT, or use --init-method tcp://host:port")
-        args.init_method = f"tcp://{address}:{port}"
+        host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+        args.init_method = f"tcp://{host}:{port}"
     try:
         url = urlsplit(args.init_method)
-        if url.scheme == "tcp" and url.port:
+        if url.scheme == "tcp" and url.hostname and url.port:
             socket.getaddrinfo(url.hostname, url.port)  # an unknown name is an error at once
         elif url.scheme != "file" or not url.path:
-            raise ValueError("write tcp://host:port or file:///path")
+            raise ValueError("write tcp://host:port, file:///path, or export MASTER_ADDR and _PORT")
     except (OSError, ValueError) as error:
         parser.error(f"--init-method {args.init_method}: {error}")
 

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 
 from common.data import GlobalBatchSampler, load_dataset
 from common.model import build_model
+from common.seed import set_seed
 
 
 def all_reduce(parameters: list[torch.Tensor], flat: torch.Tensor) -> None:
@@ -43,7 +44,7 @@ def main(rank: int, world_size: int, args: argparse.Namespace) -> None:
     if args.device != "cpu":
         torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
     train_set, test_set = load_dataset(args.dataset, args.data_dir)
-    torch.manual_seed(args.seed)
+    set_seed(torch.device(args.device), args.seed)  # the scripts' first weights
     model = build_model(args.model, train_set.images.shape[1:]).to(args.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
     sampler = GlobalBatchSampler(train_set, args.batch_size, rank, world_size, args.seed)

@@ -132,7 +132,8 @@ def test_ours_run_beside_another_version(tmp_path, monkeypatch):
     for script in ("ddp_spawn.py", "ddp_torchrun.py"):
         assert "error" not in records[script], records
         assert "the other version\n" in records[f"{script} before"]["output"]
-    rates = [record(name, 0, rate, case.key) for name, rate in zip(case.contestants, (3, 4, 2, 5))]
+    rates = dict(zip(case.contestants, (3, 4, 2, 5), strict=True))
+    rates = [record(name, 0, rate, case.key) for name, rate in rates.items()]
     lines = report.targets({"records": rates, "cases": {}})
     assert f"| {case.key} | ddp_spawn.py | ddp_spawn.py before | 0.97 | 1.50 " in lines
     assert f"| {case.key} | ddp_torchrun.py | ddp_torchrun.py before | 0.97 | 0.80 " in lines

@@ -276,22 +276,17 @@ def test_two_inputs_a_dictionary_of_outputs_and_a_head_for_training(tmp_path, sc
     edits.append(("class Trainer:\n", PLAIN.replace("class Trainer:\n", MODEL)))
     command = edited(tmp_path, script, edits, AT_THE_MARKS)
     launch = TORCHRUN2 if script == "ddp_torchrun.py" else ()
-    options = ("--lr", 0.01, "--snapshot-path")
-    if script == "multinode.py":
-        options = (
-            "--init-method",
-            f"file://{tmp_path}/store",
-            "--rank",
-            0,
-            "--world-size",
-            1,
-            *options,
-        )
-    whole = epochs(python(tmp_path, *launch, *command, 3, *options, "whole.pt"))
+
+    def train(total_epochs: int, path: str, *resume: str) -> str:
+        options = (total_epochs, "--lr", 0.01, "--snapshot-path", path, *resume)
+        if script == "multinode.py":
+            store = f"file://{tmp_path}/store{total_epochs}{path}"  # a new one for each run
+            options += ("--init-method", store, "--rank", 0, "--world-size", 1)
+        return python(tmp_path, *launch, *command, *options)
+
+    whole = epochs(train(3, "whole.pt"))
     assert whole[2]["train_loss"] < whole[0]["train_loss"] and whole[2]["total"] == 9
-    if script == "single_gpu.py":
-        return
-    python(tmp_path, *launch, *command, 1, *options, "parts.pt")
-    python(tmp_path, *launch, *command, 3, *options, "parts.pt", "--resume")
+    train(1, "parts.pt")
+    assert len(epochs(train(3, "parts.pt", "--resume"))) == 2
     whole, parts = load(tmp_path / "whole.pt"), load(tmp_path / "parts.pt")
     assert same_bytes(parts, whole) and "aside.weight" in parts["model"]
