@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from common.check import all_reduce_seconds  # noqa: E402
+from check import all_reduce_seconds  # noqa: E402
 
 PAGE = ROOT / "docs" / "scaling.md"
 DATA = PAGE.with_suffix(".json")
@@ -231,7 +231,7 @@ CASES = [  # model, samples per pass and node, link, steps per epoch: on one nod
 
 
 def measure() -> dict:
-    """Train on the tests' nodes, and on two of them also --check."""
+    """Train on the tests' nodes, and on two of them run benchmarks/check.py, too."""
     sys.path.insert(0, str(ROOT / "tests"))
     import platform
     import tempfile
@@ -242,18 +242,17 @@ def measure() -> dict:
     from helpers.jobs import Job, command
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    plain = {"GLOO_SOCKET_IFNAME": "", "MASTER_ADDR": "", "MASTER_PORT": ""}
     runs = []
 
-    def start(hosts: Hosts, folder: Path, count: int, *arguments: object) -> list[Job]:
+    def start(hosts: Hosts, folder: Path, count: int, *words: object) -> list[Job]:
         jobs = []
         for rank in range(count):
             own = folder / f"node{rank}"
             own.mkdir(exist_ok=True)
-            method = f"tcp://{hosts.address(0)}:22225"
-            where = ("--init-method", method, "--rank", rank, "--world-size", count)
-            words = command("multinode.py", 4, 100, "--no-progress", *arguments, *where)
-            jobs.append(Job(words, own, plain, fork=True, host=hosts.name(rank)))
+            env = {"RANK": rank, "WORLD_SIZE": count, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+            env |= {"MASTER_ADDR": hosts.address(0), "MASTER_PORT": 22225, "GLOO_SOCKET_IFNAME": ""}
+            env = {name: str(value) for name, value in env.items()}
+            jobs.append(Job(command(*words), own, env, fork=True, host=hosts.name(rank)))
         return jobs
 
     for model, batch_size, link, alone, several in CASES:
@@ -264,9 +263,11 @@ def measure() -> dict:
                     hosts.shape(link)
                     folder = Path(name)
                     data = idx_files(folder / "data", samples, 10)
-                    options = ("--dataset", "fashion-mnist", "--data-dir", data, "--model", model)
-                    options += ("--batch-size", batch_size, "--accumulate", accumulate)
-                    jobs = start(hosts, folder, count, *options, "--log-dir", "log")
+                    options = (4, 100, "--dataset", "fashion-mnist", "--data-dir", data)
+                    options += ("--model", model, "--batch-size", batch_size)
+                    options += ("--accumulate", accumulate)
+                    script = "ddp_torchrun.py"
+                    jobs = start(hosts, folder, count, script, *options, "--log-dir", "log")
                     jobs[0].wait_for("^Epoch 0 ", seconds=900)
                     before = processor_time()
                     jobs[0].wait_for("^Epoch 3 ", seconds=900)
@@ -276,10 +277,12 @@ def measure() -> dict:
                     run = {"model": model, "link": link, "accumulate": accumulate, "nodes": count}
                     run["busy"] = round(busy / total, 3)
                     events = EventAccumulator(str(folder / "node0" / "log")).Reload()
-                    scalars = events.Scalars("samples_per_second")[1:]
-                    run["rates"] = [round(scalar.value, 2) for scalar in scalars]
+                    ends = [scalar.wall_time for scalar in events.Scalars("loss/train")]
+                    seconds = [after - before for before, after in itertools.pairwise(ends)]
+                    run["rates"] = [round(samples / each, 2) for each in seconds]
                     if count == 2:
-                        jobs = start(hosts, folder, count, *options, "--check")
+                        check = ("benchmarks/check.py", ROOT / script)
+                        jobs = start(hosts, folder, count, *check, *options)
                         text, _ = (job.finish(seconds=900) for job in jobs)
                         run["check"] = text[text.index("All-reduce | ") :].splitlines()[:-1]
                     runs.append(run)
@@ -316,7 +319,7 @@ def sample(ours: bool, ranks: int) -> dict:
 
     from torch.utils.data import BatchSampler, DistributedSampler
 
-    from common.data import ShardedBatchSampler
+    from common.data import GlobalBatchSampler
 
     def peak() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -324,7 +327,7 @@ def sample(ours: bool, ranks: int) -> dict:
     def held() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
-    batches = ShardedBatchSampler(range(SAMPLES), 32, num_replicas=ranks, rank=0, seed=0)
+    batches = GlobalBatchSampler(range(SAMPLES), 32, world_size=ranks)
     if not ours:
         theirs = DistributedSampler(range(SAMPLES), num_replicas=ranks, rank=0)
         batches = BatchSampler(theirs, 32, drop_last=False)
@@ -342,14 +345,14 @@ def sample(ours: bool, ranks: int) -> dict:
 
 
 def printed(check: list[str], pattern: str) -> float:
-    """A number that --check printed."""
+    """A number that benchmarks/check.py printed."""
     return float(re.search(pattern + r" ([\d.]+)", "\n".join(check))[1])
 
 
 def foreseen(check: list[str], nodes: int, samples: int) -> list[float]:
-    """Samples per second of 4 or 8 nodes, by --check on two of them.
+    """Samples per second of 4 or 8 nodes, by benchmarks/check.py on two of them.
 
-    First with cores of their own, as --check has it; then with two cores for all. On two nodes each
+    First with cores of their own, as it has it; then with two cores for all. On two nodes each
     had one of these; now nodes / 2 of them compute on each, one after the other.
     """
     rate = printed(check, rf"Predicted \| {nodes} nodes \|")
@@ -358,7 +361,7 @@ def foreseen(check: list[str], nodes: int, samples: int) -> list[float]:
 
 
 def accumulated(check: list[str], samples: int) -> float:
-    """Samples per second of two nodes with --accumulate 8, by --check without it."""
+    """Samples per second of two nodes with --accumulate 8, by benchmarks/check.py without it."""
     step = printed(check, r"Step \|") - printed(check, "all-reduce")
     return 2 * 8 * samples / (8 * step + printed(check, "all-reduce")) * 1e3
 
@@ -398,8 +401,8 @@ def measured(result: dict) -> list[str]:
 
 
 def compared(result: dict) -> list[str]:
-    """What --check on two nodes had said of four and of eight, and the error."""
-    rows = ["| by `--check` on 2 nodes | 4 nodes | 8 nodes | 4, cores counted | 8, cores counted |"]
+    """What benchmarks/check.py on two nodes had said of four and of eight, and the error."""
+    rows = ["| `check.py` on 2 nodes: | 4 nodes | 8 nodes | 4, cores counted | 8, cores counted |"]
     rows.append("| --- |" + " --- |" * 4)
     for (model, link, accumulate), runs in by_case(result).items():
         cells = [f"{model}, {NAMES[link]}, `--accumulate {accumulate}`"]
@@ -413,7 +416,7 @@ def compared(result: dict) -> list[str]:
 
 
 def frugal(result: dict) -> list[str]:
-    """What --check without --accumulate had said of it, on the same two nodes."""
+    """What benchmarks/check.py without --accumulate had said of it, on the same two nodes."""
     rows = ["| 2 nodes, `--accumulate 8` | predicted | measured |", "| --- | --- | --- |"]
     runs = by_case(result)
     for model, link, accumulate in runs:
@@ -429,7 +432,7 @@ def sampled(result: dict) -> list[str]:
     rows = ["| ranks | sampler | first batch | each step | peak memory | during the epoch |"]
     rows.append("| --- |" + " --- |" * 5)
     for row in result["samplers"]:
-        name = "`ShardedBatchSampler`" if row["ours"] else "`DistributedSampler`"
+        name = "`GlobalBatchSampler`" if row["ours"] else "`DistributedSampler`"
         cells = [f"{row['ranks']:,}", name, f"{row['first']:.1f} s", f"{row['step'] * 1e6:.1f} µs"]
         cells += [f"{row[name] / 1e9:.2f} GB" for name in ("peak", "held")]
         rows.append(f"| {' | '.join(cells)} |")
