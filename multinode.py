@@ -416,7 +416,8 @@ def check_ranks(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
     if dist.is_torchelastic_launched():
         parser.error("torchrun starts ddp_torchrun.py; this script is for ranks given by hand")
     count = 1 if args.device == "cpu" else torch.accelerator.device_count()
-    if args.rank is None and args.world_size is None and "RANK" in os.environ:
+    given = args.rank is not None or args.world_size is not None
+    if not given and {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         args.rank, args.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if (args.nproc_per_node or 1) > 1:
             parser.error("RANK counts processes: --nproc-per-node goes with --rank, --world-size")
@@ -435,8 +436,10 @@ def check_ranks(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
         url = urlsplit(args.init_method)
         if url.scheme == "tcp" and url.hostname and url.port:
             socket.getaddrinfo(url.hostname, url.port)  # an unknown name is an error at once
-        elif url.scheme != "file" or not url.path:
-            raise ValueError("write tcp://host:port, file:///path, or export MASTER_ADDR and _PORT")
+        elif url.scheme != "file" or url.netloc or not Path(url.path).parent.is_dir():
+            raise ValueError(
+                "write tcp://host:port or file:///folder/file, or export MASTER_ADDR and MASTER_PORT"
+            )
     except (OSError, ValueError) as error:
         parser.error(f"--init-method {args.init_method}: {error}")
 

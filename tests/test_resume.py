@@ -242,7 +242,7 @@ def test_any_rung_goes_on_from_any_other_at_any_world_size(fork, tmp_path, fashi
 
 def test_a_stop_in_mid_epoch_goes_on_at_any_world_size(fork, start, tmp_path, fashion):
     trace = tmp_path / "trace"
-    data = (*fashion(6_000, 10), "--log-interval", 1)
+    data = (*fashion(2_400, 10), "--log-interval", 1)
     trace.mkdir()
     env = {"LADDER_DTYPE": "float64", "LADDER_TRACE": trace}
     legs = [(TORCHRUN.format(2), 6), ("ddp_torchrun.py", 12), (TORCHRUN.format(3), 4)]
@@ -256,14 +256,14 @@ def test_a_stop_in_mid_epoch_goes_on_at_any_world_size(fork, start, tmp_path, fa
             job.finish()
         shutil.copy(tmp_path / "checkpoint.pt", tmp_path / f"leg{number}.pt")
     seen = [load(tmp_path / f"leg{number}.pt")["samples_seen"] for number in range(2)]
-    assert 0 < seen[0] < seen[1] < 6_000
+    assert 0 < seen[0] < seen[1] < 2_400
     trained = Counter()
     for path in trace.iterdir():
         for line in path.read_text().splitlines():
             count, *indices = map(int, line.split())
-            if count == 6_000:
+            if count == 2_400:
                 trained.update(indices)
-    assert trained == Counter(range(6_000))  # none repeated, none lost
+    assert trained == Counter(range(2_400))  # none repeated, none lost
     options = ("--batch-size", 12, "--snapshot-path", "whole.pt")
     fork("single_gpu.py", 1, *data, *options, LADDER_DTYPE="float64")
     assert difference(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt")) < 1e-12

@@ -3,11 +3,13 @@
 import os
 import random
 import re
+import shutil
 import signal
 import time
 
 import pytest
 from helpers.files import difference, load, same_bytes
+from helpers.hosts import require
 from helpers.jobs import TORCHRUN, epochs, losses
 
 RESTARTS = "torchrun --standalone --nproc_per_node=2 --max-restarts=3 ddp_torchrun.py"
@@ -15,22 +17,26 @@ RESTARTS = "torchrun --standalone --nproc_per_node=2 --max-restarts=3 ddp_torchr
 SHARED_STORE_OFF = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": 1}
 
 
-@pytest.mark.slow("four launches of real command lines")
+@pytest.mark.slow("five launches of real command lines")
 def test_ways_of_launching(run, tmp_path, fashion):
-    options = (1, *fashion(200, 10), "--no-progress")
+    options = (1, *fashion(200, 10))
     launches = [
         "torchrun --nproc_per_node=2 ddp_torchrun.py",
         TORCHRUN.format(2),
         "python -m torch.distributed.run --standalone --nproc-per-node 2 ddp_torchrun.py",
         "python -m torch.distributed.launch --standalone --nproc_per_node=2 ddp_torchrun.py",
     ]
+    env = {"LADDER_DTYPE": "float64"}
     snapshots = []
     for launch in launches:
-        text = run(launch, *options)
+        text = run(launch, *options, **env)
         assert "[rank 0 of 2] " in text and "[rank 1 of 2] " in text and len(epochs(text)) == 1
         assert text.count("Steps: 4\n") == 2 and text.count("Total time: ") == 1
         snapshots.append(load(tmp_path / "checkpoint.pt"))
     assert all(same_bytes(snapshot, snapshots[0]) for snapshot in snapshots)
+    text = run("ddp_torchrun.py", *options, "--batch-size", 64, **env)  # for a debugger
+    assert "[rank 0 of 1] " in text and text.count("Steps: 4\n") == 1
+    assert difference(load(tmp_path / "checkpoint.pt"), snapshots[0]) < 1e-12
 
 
 def kill(job, rank: int) -> None:
@@ -39,30 +45,22 @@ def kill(job, rank: int) -> None:
 
 def test_a_restart_goes_on_from_the_last_snapshot(start, tmp_path, whole):
     options, _, expected = whole((TORCHRUN.format(2),))
-    job = start(RESTARTS, *options, **SHARED_STORE_OFF)
+    job = start(RESTARTS, *options, "--resume", **SHARED_STORE_OFF)
     job.wait_for(r"Epoch 1 \| Step 3 ")
     kill(job, 0)
     text = job.finish()
-    assert "Resuming training from snapshot at Epoch 1, sample 0" in text
+    assert text.count("No snapshot at ") == 1
+    assert text.count("Resuming training from snapshot at Epoch 1\n") == 1
     assert [line["epoch"] for line in epochs(text)] == [0, 1]
     assert same_bytes(load(tmp_path / "checkpoint.pt"), expected)
 
 
-@pytest.mark.slow("two runs, a crash and a restart")
-def test_a_restart_never_picks_up_an_earlier_runs_snapshot(run, start, tmp_path, whole):
-    """The crash comes before the first save, and a snapshot of the same job lies there. The runs
-    have the same --rdzv_id, as when somebody starts the same command line again."""
-    options, _, expected = whole((TORCHRUN.format(2),))
-    named = "--rdzv_id 7 --rdzv_backend c10d --rdzv_endpoint localhost:0"
-    launch = RESTARTS.replace("--standalone", named)
-    run(launch, 1, *options[1:], "--lr", 0.1, **SHARED_STORE_OFF)
-    assert load(tmp_path / "checkpoint.pt")["epoch"] == 1
-    job = start(launch, *options, **SHARED_STORE_OFF)
-    job.wait_for(r"Epoch 0 \| Step 3 ")
-    kill(job, 1)
-    text = job.finish()
-    assert text.count("Epoch 0 | Step 3 ") == 2 and "Resuming" not in text
-    assert same_bytes(load(tmp_path / "checkpoint.pt"), expected)
+def test_restarts_without_resume_are_refused(run, tmp_path):
+    """Or a restart would train anew, over the snapshot."""
+    text = run(RESTARTS.replace("=3", "=1"), 1, status=1, **SHARED_STORE_OFF)
+    line = "error: torchrun's --max-restarts goes with --resume, or a restart would begin anew\n"
+    assert text.count(line) == text.count(": error: ") == 1  # not at each restart
+    assert "[rank " not in text and not (tmp_path / "checkpoint.pt").exists()
 
 
 @pytest.mark.parametrize(
@@ -74,7 +72,7 @@ def test_killed_at_a_random_moment(start, tmp_path, whole, seed):
     draw = random.Random(seed)
     rank, seconds = draw.randrange(2), draw.uniform(0, 4)
     print(f"seed {seed}: kill rank {rank} after {seconds:.2f} s")
-    job = start(RESTARTS, *options, **SHARED_STORE_OFF)
+    job = start(RESTARTS, *options, "--resume", **SHARED_STORE_OFF)
     end = time.monotonic() + seconds
     while time.monotonic() < end or len(job.workers()) < 2:
         assert job.process.poll() is None, "done before it was killed: draw shorter times"
@@ -106,20 +104,17 @@ def test_an_exception_of_any_rank_is_torchruns_root_cause(run, fashion, rank):
     assert f"rank      : {rank} (local_rank: {rank})" in report
     assert "ArithmeticError: the test's own error" in report
     assert re.search(r'ddp_torchrun.py", line \d+, in _run_batch', report)
-    # The other one says in a line that it has lost its peer: no stack dump.
-    assert text.count("Connection closed by peer") <= 1
-    assert f"error: rank {1 - rank} has lost the others" in text or "SIGTERM" in text
+    assert text.count("ArithmeticError: the test's own error") == 2  # its traceback, and torchrun's
+    assert not epochs(text)
 
 
 def test_a_rank_that_hangs(start, fashion):
-    options = (50, *fashion(1000, 10), "--timeout", 3, "--log-interval", 1, "--no-progress")
+    options = (50, *fashion(1000, 10), "--timeout", 3, "--log-interval", 1)
     job = start(TORCHRUN.format(2), *options)
     job.wait_for("Step 3 ")
     stopped = job.workers()[1]
     os.kill(stopped, signal.SIGSTOP)
-    job.wait_for(
-        "error: rank 0 has lost the others, look there for the cause .*(?i:timed out|timeout)"
-    )
+    job.wait_for(r"\[rank0\].*Timed out waiting 3000ms", 20)
     os.kill(stopped, signal.SIGCONT)  # torchrun would wait 30 s for it before it kills it
     job.finish(1, seconds=60)
 
@@ -132,25 +127,33 @@ def test_only_the_first_process_of_a_host_prepares_the_data(fork):
     assert len(lines) == 1 and "--dataset digits" in lines[0], text
 
 
-def test_more_processes_than_devices(fork, tmp_path):
-    text = fork(TORCHRUN.format(3), 1, status=1, LADDER_FAKE_GPUS=2)
-    assert (
-        "ddp_torchrun.py: error: 3 processes are more than 2 devices: use --nproc-per-node 2, "
-        "--device cpu, or --backend gloo, where they may share one\n"
-    ) in text
+def test_damaged_data(run, tmp_path, fashion):
+    arguments = fashion(500, 10)
+    os.truncate(tmp_path / "fashion/FashionMNIST/raw/train-images-idx3-ubyte", 1_000)
+    text = run(TORCHRUN.format(2), 1, *arguments, status=1)
+    (line,) = re.findall("^error: .*", text, re.M)
+    assert line.startswith(f"error: FashionMNIST in {arguments[-1]} is damaged or incomplete")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "message"),
+    [
+        ((), {"LADDER_FAKE_GPUS": 2}, "3 processes are more than 2 devices"),
+        (("--sync-bn",), {}, "--sync-bn needs an accelerator: leave it out on a CPU"),
+        (("--bach-size", 8), {}, "unrecognized arguments: --bach-size 8"),
+    ],
+)
+def test_what_all_processes_see_one_says(run, tmp_path, arguments, env, message):
+    text = run(TORCHRUN.format(3), 1, *arguments, status=1, **env)
+    assert text.count(f"ddp_torchrun.py: error: {message}") == text.count(": error: ") == 1, text
     assert not (tmp_path / "checkpoint.pt").exists()
-
-
-def test_a_rank_without_a_master(fork, tmp_path):
-    text = fork("ddp_torchrun.py", status=2, RANK=0, WORLD_SIZE=2)
-    assert text.endswith("has a RANK but no MASTER_ADDR and MASTER_PORT: use torchrun\n")
 
 
 @pytest.mark.slow("six epochs of all digits")
 def test_bf16_is_as_accurate_within_a_point(fork, tmp_path):
     last, train_losses = {}, {}
     for amp in ("off", "bf16"):
-        lines = epochs(fork(TORCHRUN.format(2), 3, "--no-progress", "--amp", amp))
+        lines = epochs(fork(TORCHRUN.format(2), 3, "--amp", amp))
         train_losses[amp] = [line["train_loss"] for line in lines]
         assert train_losses[amp][0] > train_losses[amp][2]
         last[amp] = lines[2]
@@ -162,7 +165,7 @@ def test_bf16_is_as_accurate_within_a_point(fork, tmp_path):
 
 
 def test_fp16_scales_the_loss_and_resumes_the_scaler(fork, tmp_path, fashion):
-    options = (*fashion(256, 10), "--amp", "fp16", "--no-progress")
+    options = (*fashion(256, 10), "--amp", "fp16")
     whole = fork(TORCHRUN.format(2), 2, *options, "--snapshot-path", "whole.pt")
     assert epochs(whole)[1]["train_loss"] < epochs(whole)[0]["train_loss"]
     fork(TORCHRUN.format(2), 1, *options)
@@ -176,23 +179,14 @@ def test_fp16_scales_the_loss_and_resumes_the_scaler(fork, tmp_path, fashion):
 
 @pytest.mark.slow("compiles twice")
 def test_compile_gives_the_same_losses_and_clean_snapshots(run, tmp_path, fashion):
-    """In double precision. A laptop without a C++ compiler is told so; CI has one."""
-    options = (2, *fashion(150, 10), "--no-progress", "--log-interval", 1)
+    """In double precision. A laptop without a C++ compiler skips this; CI has one."""
+    require(None if shutil.which("g++") else "no C++ compiler")
+    options = (2, *fashion(150, 10), "--log-interval", 1)
     env = {"LADDER_DTYPE": "float64"}
     expected = losses(run(TORCHRUN.format(2), *options, "--snapshot-path", "eager.pt", **env))
-    text = run(
-        TORCHRUN.format(2), *options, "--compile", status=None, TORCH_LOGS="graph_code", **env
-    )
-    if "--compile needs a C++ compiler" in text:
-        assert not os.environ.get("CI"), "CI installs a C++ compiler"
-        pytest.skip("no C++ compiler")
+    text = run(TORCHRUN.format(2), *options, "--compile", TORCH_LOGS="graph_code", **env)
     assert len(losses(text)) == 6 and losses(text) == pytest.approx(expected, abs=1e-6)
     assert "TRACED GRAPH" in text  # something was compiled
     compiled, eager = load(tmp_path / "checkpoint.pt"), load(tmp_path / "eager.pt")
     assert list(compiled["model"]) == list(eager["model"])
     assert difference(compiled, eager) < 1e-10
-
-
-def test_compile_without_a_compiler(fork, tmp_path):
-    text = fork("ddp_torchrun.py", "--compile", status=2, CXX="none", PATH=tmp_path)
-    assert "error: --compile needs a C++ compiler: install g++, or leave it out" in text
