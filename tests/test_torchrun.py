@@ -109,12 +109,12 @@ def test_an_exception_of_any_rank_is_torchruns_root_cause(run, fashion, rank):
 
 
 def test_a_rank_that_hangs(start, fashion):
-    options = (50, *fashion(1000, 10), "--timeout", 3, "--log-interval", 1)
+    options = (50, *fashion(1000, 10), "--timeout", 8, "--log-interval", 1)
     job = start(TORCHRUN.format(2), *options)
     job.wait_for("Step 3 ")
     stopped = job.workers()[1]
     os.kill(stopped, signal.SIGSTOP)
-    job.wait_for(r"\[rank0\].*Timed out waiting 3000ms", 20)
+    job.wait_for(r"\[rank0\].*Timed out waiting 8000ms", 30)
     os.kill(stopped, signal.SIGCONT)  # torchrun would wait 30 s for it before it kills it
     job.finish(1, seconds=60)
 
@@ -143,8 +143,8 @@ def test_damaged_data(run, tmp_path, fashion):
         (("--bach-size", 8), {}, "unrecognized arguments: --bach-size 8"),
     ],
 )
-def test_what_all_processes_see_one_says(run, tmp_path, arguments, env, message):
-    text = run(TORCHRUN.format(3), 1, *arguments, status=1, **env)
+def test_what_all_processes_see_one_says(fork, tmp_path, arguments, env, message):
+    text = fork(TORCHRUN.format(3), 1, *arguments, status=1, **env)
     assert text.count(f"ddp_torchrun.py: error: {message}") == text.count(": error: ") == 1, text
     assert not (tmp_path / "checkpoint.pt").exists()
 
