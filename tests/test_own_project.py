@@ -235,8 +235,7 @@ MODEL = """class Own(nn.Module):
         super().__init__()
         self.body, self.head, self.aside = nn.Linear(3, 8), nn.Linear(8, 2), nn.Linear(8, 2)
 
-    def forward(self, inputs):
-        one, other = inputs
+    def forward(self, one, other):
         hidden = self.body(one * other).relu()
         outputs = {"logits": self.head(hidden)}
         if self.training:  # an auxiliary head
@@ -257,6 +256,9 @@ AT_THE_MARKS = [
         "source.to(self.device, non_blocking=self.pinned)",
         "[part.to(self.device, non_blocking=self.pinned) for part in source]",
     ),
+    ("self.model(source)", "self.model(*source)"),
+    ("self.model(micro_source)", "self.model(*micro_source)"),
+    ("self.model.module(source)", "self.model.module(*source)"),
     ("source.tensor_split(parts)", "zip(*(part.tensor_split(parts) for part in source))"),
     *(
         (
