@@ -438,7 +438,7 @@ def check_ranks(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
             socket.getaddrinfo(url.hostname, url.port)  # an unknown name is an error at once
         elif url.scheme != "file" or url.netloc or not Path(url.path).parent.is_dir():
             raise ValueError(
-                "write tcp://host:port or file:///folder/file, or export MASTER_ADDR and MASTER_PORT"
+                "write tcp://host:port or file:///dir/file, or export MASTER_ADDR and MASTER_PORT"
             )
     except (OSError, ValueError) as error:
         parser.error(f"--init-method {args.init_method}: {error}")

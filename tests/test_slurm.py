@@ -35,7 +35,7 @@ class Project:
         for name in ("common", "slurm"):
             shutil.copytree(ROOT / name, folder / name)
         data = ("--dataset", "fashion-mnist", "--data-dir", idx_files(folder / "data", 4_000, 10))
-        self.options = (*data, "--no-progress", "--log-interval", 1)
+        self.options = (*data, "--log-interval", 1)
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         self.env = {"PATH": path, "PYTHONPATH": SITE, "PYTHONUNBUFFERED": 1}
 
@@ -77,9 +77,8 @@ def whole(project):
 def test_the_batch_script_trains(project, whole):
     job, text = whole
     assert [line["epoch"] for line in epochs(text)] == list(range(EPOCHS))
-    for rank in range(4):
-        name = project.slurm.hosts.name(0) + "|" + project.slurm.hosts.name(1)
-        assert re.search(rf"^\[rank {rank} of 4\] host ({name}) \| device cpu", text, re.M)
+    for rank in range(4):  # two on each node
+        assert re.search(rf"^\[rank {rank} of 4\] device cpu", text, re.M)
     assert text.count("Steps: 167\n") == 4 * EPOCHS  # 4,000 samples over 4 x 6
     assert project.slurm.exit_code(job) == 0
 
@@ -92,13 +91,13 @@ def test_asked_to_stop_then_requeued(project, whole):
     project.wait_for(job, r"Epoch 1 \| Step 3 ")
     subprocess.run(slurm.command(["scontrol", "requeue", job]), check=True)
     slurm.wait(job, "PENDING")
-    (epoch, sample) = re.search(
-        r"^Epoch (\d) \| Stopped at sample (\d+), saved at", project.text(job), re.M
+    epoch, sample = re.search(
+        r"^Epoch (\d) \| Stopped at sample (\d+), saved$", project.text(job), re.M
     ).groups()
+    assert 0 < int(sample) < 4_000
     slurm.requeue_now(job)
     slurm.wait(job, "COMPLETED", seconds=120)
-    resumed = f"Resuming training from snapshot at Epoch {epoch}, sample {sample}"
-    assert resumed in project.text(job)
+    assert f"Resuming training from snapshot at Epoch {epoch}\n" in project.text(job)
     assert same_bytes(project.snapshot(job), project.snapshot(whole[0]))
 
 
@@ -158,8 +157,7 @@ def test_srun_without_torchrun(project, tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(2):
-        name = project.slurm.hosts.name(rank)
-        assert re.search(rf"^\[rank {rank} of 2\] host {name} .* threads 1$", done.stdout, re.M)
+        assert re.search(rf"^\[rank {rank} of 2\] .* threads 1$", done.stdout, re.M)
     arguments = (*options, tmp_path / "one.pt", "--batch-size", 64)
     Job(
         command("single_gpu.py", *arguments), tmp_path, {"LADDER_DTYPE": "float64"}, fork=True
