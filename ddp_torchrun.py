@@ -195,8 +195,6 @@ class Trainer:
                 self._save_snapshot()
                 log(f"Epoch {epoch} | Stopped at sample {self.samples_seen}, saved")
                 return signum
-            if self.device.type != "cpu":
-                torch.accelerator.synchronize()
             rate = (train_size - seen_before) / (time.perf_counter() - start)
             sums = torch.stack([self.loss_sum, *self._evaluate()])
             dist.all_reduce(sums)
