@@ -2,13 +2,14 @@
 test_multinode.py."""
 
 import re
+import signal
 import socket
-from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 
 TCP = ("--init-method", "tcp://localhost:7000")
 WORLD = ("--world-size", 2)
@@ -21,7 +22,7 @@ USAGE = [
     (("--init-method", "tcp://:7000"), {}, "tcp://:7000: write tcp://host:port"),
     (("--init-method", "file://relative/path"), {}, "file://relative/path: "),
     (("--init-method", "file:///no/such/folder/x"), {}, "file:///no/such/folder/x: "),
-    ((), {}, "export MASTER_ADDR and MASTER_PORT, or use --init-method"),
+    ((), {}, "or export MASTER_ADDR and MASTER_PORT"),
     (("--rank", 2, *TCP), {}, "rank 2 is not in a world of 2"),
     (("--rank", -1, *TCP), {}, "argument --rank: -1 is less than 0"),
     (("--epochs", 0, *TCP), {}, "argument --epochs: 0 is less than 1"),
@@ -71,25 +72,38 @@ def test_numbers_count_calls_and_those_of_the_environment_processes(
     args = module.parse_args()
     assert (args.rank, args.world_size, args.nproc_per_node) == expected
 
-    # The last process of this call: its rank, and its device on a node of four.
-    seen = {}
-    monkeypatch.setattr(
-        torch.accelerator, "set_device_index", lambda index: seen.update(index=index)
-    )
-    monkeypatch.setattr(module, "open_store", lambda args: None)
+
+def test_calls_on_one_host_share_its_cores_and_devices(parse, monkeypatch, tmp_path):
+    """Rank 2 of four calls of two processes: rank 0 is on its host, ranks 1 and 3 on another."""
+    options = ("--init-method", f"file://{tmp_path}/store", "--nproc-per-node", 2)
+    module, args = parse("multinode.py", *options, "--rank", 2, "--world-size", 4)
+    store = dist.FileStore(str(tmp_path / "store"))
+    for rank, host in ((0, socket.gethostname()), (1, "another"), (3, "another")):
+        store.set(f"--rank {rank}", host)
+    module.join(args)
+    seen, threads = {}, []
 
     def join(backend: str, **given: object) -> None:
         seen.update(given)
         raise InterruptedError
 
     monkeypatch.setattr(dist, "init_process_group", join)
-    args.backend, args.local_world_size = "gloo", 4
-    with suppress(InterruptedError):
-        module.ddp_setup(args.nproc_per_node - 1, args)
-    processes = expected[1] * expected[2]
-    rank = expected[0] * expected[2] + expected[2] - 1
-    assert (seen["rank"], seen["world_size"]) == (rank, processes)
-    assert seen["index"] == rank % 4 and seen["device_id"].index == rank % 4
+    monkeypatch.setattr(mp, "parent_process", lambda: SimpleNamespace(is_alive=lambda: True))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    with pytest.raises(InterruptedError):
+        module.main(1, args)
+    assert (seen["rank"], seen["world_size"], seen["device_id"]) == (5, 8, None)
+    assert threads == [2]
+
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
+    args.device, args.backend = "cuda", "gloo"
+    with pytest.raises(InterruptedError):
+        module.main(1, args)
+    assert seen["device_id"] == torch.device("cuda", 3)  # rank 0's call has the first two
 
 
 def test_who_is_missing_double_or_of_another_world(parse, tmp_path, capsys):
@@ -100,36 +114,20 @@ def test_who_is_missing_double_or_of_another_world(parse, tmp_path, capsys):
         module.join(args)
         return args
 
-    with pytest.raises(SystemExit, match=r"^error: missing after 1 s: rank 0, rank 2$"):
+    with pytest.raises(SystemExit, match=r"^error: missing after 1 s: --rank 0, --rank 2$"):
         join(1, 3)
-    assert capsys.readouterr().out == "waiting for rank 0, rank 2\n"
-    with pytest.raises(SystemExit, match=r"^error: there is a rank 1 already: give each call its"):
+    assert capsys.readouterr().out == "waiting for --rank 0, --rank 2\n"
+    with pytest.raises(
+        SystemExit, match=r"^error: there is a --rank 1 already: give each call its"
+    ):
         join(1, 3)
     for rank, world_size, processes in ((0, 2, 1), (0, 3, 2)):
         with pytest.raises(
-            SystemExit, match=f"^error: rank 0 has a world of {world_size} calls of"
+            SystemExit, match=f"^error: --rank 0 has a world of {world_size} calls of"
         ):
             join(rank, world_size, processes)
-    with pytest.raises(SystemExit, match=r"missing after 1 s: rank 2$"):  # corrected, it may join
+    with pytest.raises(SystemExit, match=r"missing after 1 s: --rank 2$"):  # corrected, it may join
         join(0, 3)
-
-
-def test_calls_on_one_host_share_its_cores(parse, monkeypatch, tmp_path):
-    options = ("--init-method", f"file://{tmp_path}/store", "--nproc-per-node", 2)
-    module, args = parse("multinode.py", *options, "--rank", 0, "--world-size", 3)
-    store = dist.FileStore(str(tmp_path / "store"))
-    store.set("rank 1", socket.gethostname())
-    store.set("rank 2", "another")
-    module.join(args)
-    assert args.local_world_size == 4
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
-    threads = []
-    monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
-    with suppress(ValueError):  # there is no process group to speak of
-        module.ddp_setup(0, args)
-    assert threads == [2]
 
 
 def test_whoever_cannot_join_says_for_whom_it_waits(parse, monkeypatch, capsys):
@@ -142,8 +140,10 @@ def test_whoever_cannot_join_says_for_whom_it_waits(parse, monkeypatch, capsys):
 
     monkeypatch.setattr(socket, "create_connection", refuse)
     module, args = parse("multinode.py", *TCP, "--rank", 1, *WORLD, "--timeout", 60)
-    with pytest.raises(SystemExit, match=r"missing after 60 s: rank 0 at tcp://localhost:7000 \("):
+    with pytest.raises(
+        SystemExit, match=r"missing after 60 s: --rank 0 at tcp://localhost:7000 \("
+    ):
         module.join(args)
     assert 1060 < now[0] < 1062
-    line = "waiting for rank 0 at tcp://localhost:7000 (refused)\n"
+    line = "waiting for --rank 0 at tcp://localhost:7000 (refused)\n"
     assert capsys.readouterr().out == line  # once

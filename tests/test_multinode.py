@@ -184,7 +184,7 @@ def test_masters_that_are_not_there(hosts):
         method = f"tcp://{master}:{PORT}"
         arguments = ("--init-method", method, "--rank", 1, "--world-size", 2, "--timeout", 5)
         line = cannot_join(hosts.start(1, "multinode.py", *arguments), 12)
-        assert line.startswith(f"error: missing after 5 s: rank 0 at {method}")
+        assert line.startswith(f"error: missing after 5 s: --rank 0 at {method}")
         assert re.search(reason, line)
 
 
@@ -210,17 +210,17 @@ def test_a_peer_that_never_comes(hosts):
     hosts = hosts(2)
     job = hosts.start(0, "multinode.py", *by_hand(hosts, 0, 3), "--timeout", 6)
     other = hosts.start(1, "multinode.py", *by_hand(hosts, 2, 3), "--timeout", 6)
-    assert cannot_join(job, 12) == "error: missing after 6 s: rank 1"
+    assert cannot_join(job, 12) == "error: missing after 6 s: --rank 1"
     text = other.finish(1, seconds=6)
-    assert "\nwaiting for rank 1\n" in text
-    assert "error: missing after 6 s: rank 1\n" in text or "remote server shutdown" in text
+    assert "\nwaiting for --rank 1\n" in text
+    assert "error: missing after 6 s: --rank 1\n" in text or "remote server shutdown" in text
 
 
 def test_ctrl_c_while_another_node_is_missing(start, tmp_path):
     """On any machine."""
     options = ("--init-method", f"file://{tmp_path}/store", "--rank", 0, "--world-size", 2)
     job = start("multinode.py", *options, "--nproc-per-node", 2)
-    job.wait_for("waiting for rank 1")
+    job.wait_for("waiting for --rank 1")
     os.killpg(job.process.pid, signal.SIGINT)
     text = job.finish(128 + signal.SIGINT, seconds=10)
     assert text.endswith("\nstopped: --resume goes on from the last snapshot\n")
@@ -231,13 +231,15 @@ def test_ranks_given_twice_and_worlds_that_differ(hosts, job):
     options, _, _ = job
     hosts = hosts(2)
     jobs = [hosts.start(0, "multinode.py", *options, *by_hand(hosts, 0, 3), "--timeout", 30)]
-    jobs[0].wait_for("waiting for rank 1, rank 2")
+    jobs[0].wait_for("waiting for --rank 1, --rank 2")
     line = cannot_join(hosts.start(1, "multinode.py", *by_hand(hosts, 1, 2), "--timeout", 30), 15)
-    assert "error: rank 1 has a world of 2 calls of 1 processes, and another rank one of 3" in line
+    assert (
+        "error: --rank 1 has a world of 2 calls of 1 processes, and another rank one of 3" in line
+    )
     jobs.append(hosts.start(1, "multinode.py", *options, *by_hand(hosts, 2, 3), "--timeout", 30))
-    jobs[0].wait_for("waiting for rank 1$")
+    jobs[0].wait_for("waiting for --rank 1$")
     line = cannot_join(hosts.start(1, "multinode.py", *by_hand(hosts, 2, 3), "--timeout", 30), 15)
-    assert "there is a rank 2 already: give each call its own" in line
+    assert "there is a --rank 2 already: give each call its own" in line
     jobs.append(hosts.start(1, "multinode.py", *options, *by_hand(hosts, 1, 3), "--timeout", 30))
     for each in jobs:  # whoever was refused has left no trace
         each.finish()
