@@ -192,6 +192,7 @@ def test_rank_1_leaves_the_file_to_rank_0(make, monkeypatch, script):
     monkeypatch.setattr(dist, "barrier", lambda: None)  # it waits for rank 0
     run_epoch = lambda epoch: torch.zeros(()) if script != "ddp_torchrun.py" else 0  # noqa: E731
     monkeypatch.setattr(trainer, "_run_epoch", run_epoch)
+    monkeypatch.setattr(trainer.schedule, "step", lambda: None)
     trainer.train(4)
     assert trainer.epoch == 4 and not Path("checkpoint.pt").exists()
 
