@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.files import idx_files, patched
+from helpers.files import idx_files
 from helpers.hosts import Hosts, require, requirements
 from helpers.jobs import ROOT, Job, command, epochs
 
@@ -326,54 +326,68 @@ def test_batchnorm_does_not_make_it_hang(fork):
 
 # --- any script that keeps the names --------------------------------------------------------------
 
-OWN = """\
-@@
--class Trainer:
-+class Sums(Dataset):
-+    def __len__(self) -> int:
-+        return 65
-+
-+    def __getitem__(self, index: int) -> tuple:
-+        source = torch.rand(3, generator=torch.Generator().manual_seed(index))
-+        return {"one": source, "two": -source}, source.sum()
-+
-+
-+class Net(nn.Module):
-+    def __init__(self) -> None:
-+        super().__init__()
-+        self.layer = nn.Linear(3, 1)
-+
-+    def forward(self, source: dict) -> torch.Tensor:
-+        return self.layer(source["one"] - source["two"]).squeeze(1)
-+
-+
-+class Trainer:
-@@
--        micro_batches = zip(source.tensor_split(parts), targets.tensor_split(parts), strict=True)
-+        parts, micro_batches = 1, [(source, targets)]
-@@
--                    loss = F.cross_entropy(output, micro_targets)  # load your loss
-+                    loss = F.mse_loss(output, micro_targets)  # load your loss
-@@
--            train_set, test_set = load_dataset(args.dataset, args.data_dir)  # load your dataset
-+            train_set, test_set = Sums(), Sums()  # load your dataset
-@@
--    model = build_model(args.model, train_set[0][0].shape).to(device)  # load your model
-+    model = Net().to(device)  # load your model
+CLASSES = """\
+class Sums(Dataset):
+    def __len__(self) -> int:
+        return 65
+
+    def __getitem__(self, index: int) -> tuple:
+        source = torch.rand(3, generator=torch.Generator().manual_seed(index))
+        return {"one": source, "two": -source}, source.sum()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, source: dict) -> torch.Tensor:
+        return self.layer(source["one"] - source["two"]).squeeze(1)
+
+
+class Trainer:
 """
+OWN = {  # in the lines marked "load your"
+    r"source\.tensor_split\(parts\)": "[source]",
+    r"F\.cross_entropy": "F.mse_loss",
+    r"load_dataset\(.*?\)": "Sums(), Sums()",
+    r"build_model\(.*\)\.to": "Net().to",
+}
 
 
 def test_a_users_own_copy(fork, tmp_path):
     """With another data set, model and loss, and its own common/; 33 and 32 samples a step."""
     folder = tmp_path / "output-own"
     shutil.copytree(ROOT / "common", folder / "common")
-    (folder / "common" / "__init__.py").write_text("print('my own')\n")
-    (folder / "my_own.py").write_text(patched((ROOT / "ddp_torchrun.py").read_text(), OWN))
+    (folder / "common" / "__init__.py").write_text("print('my own', flush=True)\n")
+    lines = (ROOT / "ddp_torchrun.py").read_text().splitlines()
+    for old, new in OWN.items():
+        edited = [re.sub(old, new, line) if "# load your" in line else line for line in lines]
+        assert edited != lines, old
+        lines = edited
+    text = "\n".join(lines).replace("class Trainer:\n", CLASSES)
+    (folder / "my_own.py").write_text(text)
     text = fork(TWO, folder / "my_own.py", "--batch-size", 40, "--num-workers", 1)
     assert text.count("my own\n") >= 2
     assert "\nAll-reduce | 0.00 MB |" in text and "\nEpoch | 1 steps |" in text
     assert "\nMeasured | 2 processes on one node |" in text and "\nVerdict | " in text
     assert nothing_is_left(tmp_path)
+
+
+def test_ranks_with_unequal_shares_name_one_global_batch(make, monkeypatch):
+    """Or they would make different numbers of micro-batches, each with collectives of its own."""
+    _, trainer = make("ddp_torchrun.py", "--model", "mlp", "--batch-size", 8)
+    sizes = set()
+
+    def all_reduce(tensor, op=None):
+        if op == dist.ReduceOp.MIN:
+            tensor -= 1  # another rank has 7 samples
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    trainer._run_batch = lambda source, targets, size: sizes.add((len(targets), size))
+    checking.measure(trainer, torch.zeros(10))
+    assert sizes == {(8, 14), (4, 8)}
 
 
 @pytest.mark.parametrize("name", ["Trainer", "Trainer.train", "_run_batch", "parse_args", "main"])
