@@ -155,7 +155,7 @@ def test_ways_of_launching(hosts, tmp_path, job, way):
             arguments += ("--lr", 0.01, "--momentum", 0.9, "--seed", 42, "--log-interval", 1)
         jobs.append(hosts.start(rank, launch, *options, *size, *arguments, fork=False, **env))
     texts = [job.finish() for job in jobs]
-    ranks = sorted(int(rank) for rank in re.findall(r"^\[rank (\d) of ", "".join(texts), re.M))
+    ranks = sorted(int(rank) for rank in re.findall(r"\[rank (\d) of ", "".join(texts)))
     assert ranks == list(range(4 if way in ("processes", "torchrun") else 2))
     text = max(texts, key=lambda text: len(epochs(text)))  # of rank 0, on either host with c10d
     assert scores(text) == expected
