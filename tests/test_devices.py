@@ -1,45 +1,60 @@
 """Which device, backend, kernels, threads and network interface a process gets. In the tests' own
 process: the devices are pretended."""
 
-import importlib
 import os
-import socket
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers.jobs import SCRIPTS
-from helpers.parts import Made, every_ddp_script, every_script, made
+from helpers.parts import Made, every_ddp_script, made, set_up
 
 
-@every_ddp_script
-@pytest.mark.parametrize("hosts", [1, 2])
-def test_a_process_gets_its_device_its_threads_and_its_interface(parse, monkeypatch, script, hosts):
-    """The last of two processes a host. A host has four devices and eight cores."""
-    module, args = parse(script, "--timeout", 9)
-    args.device, args.local_rank, args.local_world_size = "cuda", 1, 2
-    args.rank, args.world_size = 2 * hosts - 1, 2 * hosts
-    given, environment, indices, threads = {}, {}, [], []
+def pretend(monkeypatch, type: str, count: int) -> None:
+    found = lambda check_available=False: torch.device(type)  # noqa: E731
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", found)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+
+
+@pytest.mark.parametrize("type", ["cuda", "cpu"])
+@pytest.mark.parametrize(
+    ("script", "nodes"), [(SCRIPTS[2], 1), *((name, n) for name in SCRIPTS[3:] for n in (1, 2))]
+)
+def test_a_process_gets_its_device_its_threads_and_its_interface(
+    parse, monkeypatch, type, script, nodes
+):
+    """The last of two processes a node, which has four devices and eight cores."""
+    options = ("--timeout", 9, *(() if script == "ddp_torchrun.py" else ("--nproc-per-node", 2)))
+    if script == "multinode.py":
+        init = ("--init-method", "tcp://127.0.0.1:9")
+        options += (*init, "--rank", nodes - 1, "--world-size", nodes)
+    module, args = parse(script, *options)
+    args.device, given, indices, threads = type, {}, [], []
+    ranks = {"RANK": 2 * nodes - 1, "WORLD_SIZE": 2 * nodes, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}
+    environment = {name: str(value) for name, value in ranks.items()}
     monkeypatch.setattr(os, "environ", environment)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
     monkeypatch.setattr(torch.accelerator, "set_device_index", indices.append)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **kwargs: given.update(kwargs))
-    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
-    monkeypatch.setattr(module, "join", lambda args: None, raising=False)
-    monkeypatch.setattr(module, "loopback_error", lambda args: "", raising=False)
-    if script == "ddp_spawn.py" and hosts == 2:
-        return  # it knows one node
-    args.store = "store"
-    device = module.ddp_setup(args)
-    assert device == given["device_id"] == torch.device("cuda", 1) and indices == [1]
-    assert threads == [4] and given["timeout"].seconds == 9
-    assert (given["rank"], given["world_size"]) == (2 * hosts - 1, 2 * hosts)
-    loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform) if hosts == 1 else None
-    assert environment.get("GLOO_SOCKET_IFNAME") == loopback
-    assert environment.get("NCCL_SOCKET_IFNAME") == loopback
+    monkeypatch.setattr(dist, "get_backend", lambda: "any")
+    monkeypatch.setattr(module, "open_store", lambda args: None, raising=False)
+    device = set_up(module, args, 1)
+    if type == "cuda":
+        assert device == given["device_id"] == torch.device("cuda", 1) and indices == [1]
+        assert threads == []
+    else:
+        assert device == torch.device("cpu") and given["device_id"] is None and indices == []
+        assert threads == [4]
+    assert given["timeout"].seconds == 9 or script == "multinode.py"
+    assert (given["rank"], given["world_size"]) == (2 * nodes - 1, 2 * nodes)
+    if script != "multinode.py":  # it listens where its address says
+        loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform) if nodes == 1 else None
+        assert environment.get("GLOO_SOCKET_IFNAME") == loopback
+        assert environment.get("NCCL_SOCKET_IFNAME") == loopback
 
 
 @every_ddp_script
@@ -65,128 +80,79 @@ def test_deterministic_kernels_are_asked_for(make, monkeypatch, parse, script):
     assert calls == ["kernels"]
 
 
-@pytest.mark.parametrize("script", SCRIPTS[:2])
-def test_deterministic_kernels_are_refused_on_mps(parse, monkeypatch, capsys, script):
-    module, _ = parse(script)
-    monkeypatch.setattr(module, "device_names", lambda: ["mps", "cpu"])
-    monkeypatch.setattr(sys, "argv", [script, "--deterministic"])
-    with pytest.raises(SystemExit, match="2"):
-        module.parse_args()
-    assert "--deterministic cannot work on mps" in capsys.readouterr().err
-
-
 @every_ddp_script
 @pytest.mark.parametrize("built", [True, False])
-def test_auto_takes_gloo_where_nccl_is_not_built(parse, monkeypatch, script, built):
+def test_gloo_is_taken_where_nccl_is_not_built(parse, monkeypatch, script, built):
     """As on Windows with an NVIDIA GPU."""
-    module, _ = parse(script)
-    available = dist.is_backend_available
-    monkeypatch.setattr(module, "device_names", lambda: ["cuda", "cpu"])
+    module, args = parse(script)
+    args.device, asked = "cuda", []
+    if script == "ddp_torchrun.py":
+        monkeypatch.setattr(dist, "HashStore", lambda: None)
+    monkeypatch.setattr(dist, "is_backend_available", lambda name: built or name != "nccl")
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    monkeypatch.setattr(
-        dist, "is_backend_available", lambda name: built if name == "nccl" else available(name)
-    )
-    monkeypatch.setattr(sys, "argv", [script])
-    assert module.parse_args().backend == ("nccl" if built else "gloo")
-
-
-class Asleep(Exception):
-    pass
-
-
-def asleep(seconds: float) -> None:
-    raise Asleep
-
-
-def test_processes_of_one_host_take_different_devices(parse, monkeypatch, tmp_path):
-    """Started by hand, one a call: they learn at the store who shares their host."""
-    options = ("--init-method", f"file://{tmp_path}/store", "--world-size", 3)
-    for rank, host in ((0, "a"), (1, "b"), (2, "a")):
-        module, args = parse("multinode.py", *options, "--rank", rank)
-        monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
-        monkeypatch.setattr(module, "loopback_error", lambda args: "")
-        monkeypatch.setattr(module.time, "sleep", asleep)
-        if rank < 2:  # they wait for the others
-            with pytest.raises(Asleep):
-                module.join(args)
-        else:
-            module.join(args)
-            assert (args.local_rank, args.local_world_size) == (1, 2)
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    args.device, args.backend = "cuda", "nccl"
-    assert module.choose_device(args) == torch.device("cuda", 1)
-    args.local_rank, args.local_world_size = 2, 3
-    with pytest.raises(ValueError, match="3 processes on this node are more than 2 devices"):
-        module.choose_device(args)
-    args.backend = "gloo"
-    assert module.choose_device(args) == torch.device("cuda", 0)
-    # CUDA_VISIBLE_DEVICES may show each process a device of its own.
-    args.backend = "nccl"
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
-    assert module.choose_device(args) == torch.device("cuda", 0)
-    args.nnodes = 2  # all processes of a node see the same devices then
-    with pytest.raises(ValueError, match="3 processes on this node are more than 1 devices"):
-        module.choose_device(args)
-
-
-def test_a_host_may_play_several_nodes(parse, monkeypatch, tmp_path):
-    """With --nnodes, and CUDA_VISIBLE_DEVICES of its own for each."""
-    monkeypatch.setattr("time.sleep", asleep)
-    for rank in (0, 1):
-        options = ("--init-method", f"file://{tmp_path}/store", "--nnodes", 2, "--node-rank", rank)
-        module, args = parse("multinode.py", *options, "--nproc-per-node", 1)
-        monkeypatch.setattr(module, "loopback_error", lambda args: "")
-        try:
-            module.join(args)
-        except Asleep:
-            assert rank == 0  # it waits for the other one
-    assert (args.rank, args.local_rank, args.local_world_size) == (1, 0, 1)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: asked.append(backend))
+    monkeypatch.setattr(dist, "get_backend", lambda: "any")
+    set_up(module, args)
+    assert asked == ["nccl" if built else "gloo"]
 
 
 @pytest.mark.parametrize("platform", ["linux", "win32"])
 def test_no_libuv_on_windows(parse, monkeypatch, platform):
     options = ("--init-method", "tcp://127.0.0.1:9", "--world-size", 2, "--rank", 0)
     module, args = parse("multinode.py", *options)
-    asked = []
-
-    def store(*_, use_libuv, **__):
-        asked.append(use_libuv)
-        raise Asleep
-
-    monkeypatch.setattr(dist, "TCPStore", store)
+    monkeypatch.setattr(dist, "TCPStore", lambda *_, **given: SimpleNamespace(**given))
     monkeypatch.setattr(sys, "platform", platform)
-    with pytest.raises(Asleep):
-        module.join(args)
-    assert asked == [platform != "win32"]
+    assert module.open_store(args).use_libuv == (platform != "win32")
 
 
-@every_ddp_script
-def test_the_processes_of_one_host_meet_without_a_port(parse, monkeypatch, script):
+@pytest.mark.parametrize(
+    ("script", "store"), [("ddp_spawn.py", dist.FileStore), ("ddp_torchrun.py", dist.HashStore)]
+)
+def test_the_processes_of_one_host_meet_without_a_port(parse, monkeypatch, script, store):
     module, args = parse(script)
     given = {}
     monkeypatch.setattr(dist, "init_process_group", lambda _, **kwargs: given.update(kwargs))
     monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
-    if script == "ddp_spawn.py":
-        args.rank, args.local_rank, args.store = 0, 0, "store"
-    module.ddp_setup(args)
-    expected = dist.FileStore if script == "ddp_spawn.py" else dist.HashStore
-    assert type(given["store"]) is expected
+    set_up(module, args)
+    assert type(given["store"]) is store
 
 
-@every_script
-def test_macs_have_no_ddp(monkeypatch, script):
-    module = importlib.import_module(script.removesuffix(".py"))
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("mps"))
-    assert (module.device_names()[0] == "mps") == (script in SCRIPTS[:2])
+@pytest.mark.parametrize("script", ["single_gpu.py", *SCRIPTS[2:]])
+def test_macs_have_no_ddp(parse, monkeypatch, script):
+    parse(script)
+    pretend(monkeypatch, "mps", 1)
+    args = parse(script)[1]
+    assert args.device == ("mps" if script == "single_gpu.py" else "cpu")
 
 
-@pytest.mark.parametrize("script", SCRIPTS[:2])
-def test_the_device_is_the_one_that_was_asked_for(parse, monkeypatch, script):
-    module, args = parse(script)
-    args.device, indices, seen = "cuda:1", [], {}
-    monkeypatch.setattr(torch.accelerator, "set_device_index", indices.append)
-    monkeypatch.setattr(module, "load_train_objs", lambda args, device: made(seen, device))
-    with pytest.raises(Made):
-        module.main(args, None)
-    assert seen["trainer"] == (torch.device("cuda", 1),)
-    assert indices == ([1] if script == "single_gpu.py" else [])
+def test_the_device_is_the_one_that_was_asked_for(parse, monkeypatch):
+    parse("single_gpu.py")
+    pretend(monkeypatch, "cuda", 2)
+    seen = {}
+    for options, expected in (((), "cuda"), (("--device", "cpu"), "cpu")):
+        module, args = parse("single_gpu.py", *options)
+        monkeypatch.setattr(module, "load_train_objs", lambda args, device: made(seen, device))
+        with pytest.raises(Made):
+            module.main(args)
+        assert seen["trainer"] == (torch.device(expected),)
+
+
+def test_torchrun_may_not_start_more_processes_than_devices(command_line, refuse, monkeypatch):
+    command_line("ddp_torchrun.py")
+    pretend(monkeypatch, "cuda", 2)
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "3")):
+        monkeypatch.setenv(name, value)
+    assert "3 processes are more than 2 devices" in refuse("ddp_torchrun.py")
+
+
+@pytest.mark.parametrize("script", ["ddp_spawn.py", "multinode.py"])
+def test_a_process_for_each_device_and_no_more(parse, refuse, monkeypatch, script):
+    parse(script)
+    pretend(monkeypatch, "cuda", 2)
+    assert parse(script)[1].nproc_per_node == 2
+    on_cpu = parse(script, "--device", "cpu")[1].nproc_per_node
+    assert on_cpu == (2 if script == "ddp_spawn.py" else 1)
+    assert parse(script, "--device", "cpu", "--nproc-per-node", 3)[1].nproc_per_node == 3
+    options = ("--rank", 0, "--world-size", 1) if script == "multinode.py" else ()
+    assert "3 processes are more than 2 devices" in refuse(script, *options, "--nproc-per-node", 3)

@@ -1,5 +1,8 @@
 """What tests of parts of the scripts share."""
 
+import argparse
+from types import ModuleType
+
 import pytest
 import torch
 
@@ -16,6 +19,20 @@ every_torchrun_script = pytest.mark.parametrize("script", SCRIPTS[3:])
 
 def inner(trainer: object) -> torch.nn.Module:
     return getattr(trainer.model, "module", trainer.model)
+
+
+def set_up(module: ModuleType, args: argparse.Namespace, number: int = 0) -> torch.device:
+    """ddp_setup() as main() calls it in this process of a call, of which no other is on the host.
+
+    ddp_torchrun.py takes its number from the environment.
+    """
+    if module.__name__ == "ddp_torchrun":
+        return module.ddp_setup(args)
+    args.store = "output-store"
+    if module.__name__ == "ddp_spawn":
+        return module.ddp_setup(number, args)
+    args.local_world_size = args.nproc_per_node
+    return module.ddp_setup(args.rank * args.nproc_per_node + number, number, args)
 
 
 def two_devices(self: torch.nn.DataParallel, module: torch.nn.Module) -> None:
