@@ -135,13 +135,6 @@ def test_ddp_has_its_order_of_summation_before_training(make):
     assert all(parameter.grad is not None for parameter in trainer.model.parameters())
 
 
-@every_ddp_script
-def test_on_a_cpu_all_gradients_of_a_small_model_are_one_all_reduce(make, script):
-    _, trainer = make(script, "--model", "mlp")  # 3 MB
-    trainer._run_epoch(0)
-    assert trainer.model._get_ddp_logging_data()["num_buckets_reduced"] == 1
-
-
 class Aside(torch.nn.Module):
     """An auxiliary head that is used in training alone, frozen weights, and a pair of inputs."""
 
