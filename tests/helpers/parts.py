@@ -14,8 +14,6 @@ every_script = pytest.mark.parametrize("script", SCRIPTS)
 
 every_ddp_script = pytest.mark.parametrize("script", SCRIPTS[2:])
 
-every_torchrun_script = pytest.mark.parametrize("script", SCRIPTS[3:])
-
 
 def inner(trainer: object) -> torch.nn.Module:
     return getattr(trainer.model, "module", trainer.model)

@@ -11,9 +11,7 @@ LADDER_MACHINE=n         as if the machine had n CUDA devices (that cannot compu
 LADDER_CPU=1             no accelerator is found, whatever the machine has: for all tests but the
                          GPU's own, see conftest.py, and for the benchmarks' cases of the CPU
 LADDER_FAKE_GPUS=n       torch.accelerator reports n CUDA devices, with LADDER_CPU too
-LADDER_HIDE=module       as if it were not installed
 LADDER_DIE=rank          this rank exits with status 3 before it joins the group
-LADDER_PRCTL=off         mp.spawn cannot ask the kernel to signal children when the parent dies
 LADDER_CHECKSUM=1        every rank prints one of its DDP module's weights when it leaves the group
 LADDER_ATEXIT=1          every process prints "Python ends" where Python does
 LADDER_SLOW=rank         this rank sleeps for 0.3 s after every step of the optimizer
@@ -89,12 +87,6 @@ if hooks and not any("resource_tracker" in word for word in sys.orig_argv):
 
         cifar.check_integrity = lambda path, md5=None: os.path.exists(path)
 
-    if "HIDE" in hooks:
-        import importlib.util
-
-        find_spec = importlib.util.find_spec
-        importlib.util.find_spec = lambda name: None if name == hooks["HIDE"] else find_spec(name)
-
     if "DIE" in hooks:
         init_process_group = torch.distributed.init_process_group
 
@@ -104,9 +96,6 @@ if hooks and not any("resource_tracker" in word for word in sys.orig_argv):
             return init_process_group(*args, **kwargs)
 
         torch.distributed.init_process_group = dying
-
-    if "PRCTL" in hooks:
-        sys.modules["torch.multiprocessing.spawn"]._prctl_pr_set_pdeathsig = lambda signum: None
 
     if "CHECKSUM" in hooks:
         import hashlib
