@@ -69,7 +69,7 @@ class Trainer:
         self.train_data.batch_sampler.set_epoch(epoch)
         name = self.device.type.upper().replace("CUDA", "GPU")
         steps = f"Batchsize: {self.args.batch_size} | Steps: {len(self.train_data)}"
-        print(f"[{name}0] Epoch {epoch} | {steps}", flush=True)
+        log(f"[{name}0] Epoch {epoch} | {steps}")
         self.model.train()
         loss_sum = torch.zeros((), device=self.device)
         # disable=None: no progress bar where stderr is not a terminal
@@ -209,7 +209,7 @@ def stop(signum: int, frame: object) -> None:
 
 
 def log(line: str) -> None:
-    tqdm.write(line)  # above the progress bar
+    tqdm.write(f"{line}\n", end="")  # one write, above the progress bar
     sys.stdout.flush()
 
 

@@ -83,7 +83,7 @@ class Trainer:
         self.train_data.batch_sampler.set_epoch(epoch)
         name = self.device.type.upper().replace("CUDA", "GPU")
         steps = f"Batchsize: {self.args.batch_size} | Steps: {len(self.train_data)}"
-        print(f"[{name}{self.rank}] Epoch {epoch} | {steps}", flush=True)
+        log(f"[{name}{self.rank}] Epoch {epoch} | {steps}", every_rank=True)
         self.model.train()
         loss_sum = torch.zeros((), device=self.device)
         sizes = self.train_data.batch_sampler.sizes()  # of the global batches
@@ -201,7 +201,7 @@ def ddp_setup(rank: int, args: argparse.Namespace) -> torch.device:
         device_id=None if device.type == "cpu" else device,
     )
     where = f"device {device} | backend {dist.get_backend()} | threads {torch.get_num_threads()}"
-    print(f"[rank {rank} of {args.nproc_per_node}] {where}", flush=True)
+    log(f"[rank {rank} of {args.nproc_per_node}] {where}", every_rank=True)
     return device
 
 
@@ -285,9 +285,9 @@ def stop(signum: int, frame: object) -> None:
     sys.exit(128 + signum)  # the shells' number for a signal
 
 
-def log(line: str) -> None:
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        tqdm.write(line)  # above the progress bar
+def log(line: str, every_rank: bool = False) -> None:
+    if every_rank or not dist.is_initialized() or dist.get_rank() == 0:
+        tqdm.write(f"{line}\n", end="")  # one write, above the progress bar
         sys.stdout.flush()
 
 
@@ -319,8 +319,7 @@ def parse_args() -> argparse.Namespace:
     add("--deterministic", action="store_true", help="deterministic kernels on an accelerator")
     add("--device", choices=devices, default=devices[0])
     add("--nproc-per-node", type=at_least(1), help="default: one per device, 2 on a CPU")
-    backends = [name for name in dist.Backend.backend_list if dist.is_backend_available(name)]
-    add("--backend", choices=backends, help="default: what suits the device")
+    add("--backend", help="nccl, gloo ...; default: what suits the device")
     add("--timeout", type=at_least(1), default=600, help="seconds for a collective")
     add("--num-workers", type=at_least(0), default=0, help="loader processes; 4 for files, say")
     add("--log-interval", type=at_least(0), default=0, help="steps between loss lines (0: none)")
@@ -328,6 +327,9 @@ def parse_args() -> argparse.Namespace:
     add("--resume", action="store_true", help="go on from the snapshot where there is one")
     args = parser.parse_args()
     args.model = args.model or DEFAULT_MODEL[args.dataset]
+    serves = dist.Backend.backend_capability.get(args.backend, [])
+    if args.backend and (args.device not in serves or not dist.is_backend_available(args.backend)):
+        parser.error(f"--backend {args.backend} does not work on {args.device} here: leave it out")
     path = Path(args.snapshot_path)
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         parser.error(f"--snapshot-path {path}: name a file in a folder that you may write to")

@@ -122,7 +122,7 @@ class Trainer:
         set_seed(self.device, self.args.seed, self.rank, epoch, self.samples_seen)
         name = self.device.type.upper().replace("CUDA", "GPU")
         steps = f"Batchsize: {self.args.batch_size} | Steps: {len(self.train_data)}"
-        print(f"[{name}{self.rank}] Epoch {epoch} | {steps}", flush=True)
+        log(f"[{name}{self.rank}] Epoch {epoch} | {steps}", every_rank=True)
         self.model.train()
         sizes = self.train_data.batch_sampler.sizes()  # of the global batches
         # disable=None: no progress bar where stderr is not a terminal
@@ -298,7 +298,7 @@ def ddp_setup(args: argparse.Namespace) -> torch.device:
         device_id=None if device.type == "cpu" else device,
     )
     where = f"device {device} | backend {dist.get_backend()} | threads {torch.get_num_threads()}"
-    print(f"[rank {rank} of {world_size}] {where}", flush=True)
+    log(f"[rank {rank} of {world_size}] {where}", every_rank=True)
     return device
 
 
@@ -373,9 +373,9 @@ def open_snapshot(args: argparse.Namespace) -> dict:
     return snapshot
 
 
-def log(line: str) -> None:
-    if dist.get_rank() == 0:
-        tqdm.write(line)  # above the progress bar
+def log(line: str, every_rank: bool = False) -> None:
+    if every_rank or dist.get_rank() == 0:
+        tqdm.write(f"{line}\n", end="")  # one write, above the progress bar
         sys.stdout.flush()
 
 
@@ -390,7 +390,7 @@ def at_least(low: float) -> Callable[[str], float]:
 
 
 def leave_it_to_the_first(message: str) -> None:
-    time.sleep(10)  # the node's first process says what is wrong, and torchrun ends this one
+    time.sleep(5)  # the node's first process says it, once, and torchrun then ends this one
     sys.exit(2)
 
 
@@ -398,7 +398,7 @@ def parse_args() -> argparse.Namespace:
     found = torch.accelerator.current_accelerator(check_available=True)
     devices = [found.type, "cpu"] if found and found.type != "mps" else ["cpu"]
     parser = argparse.ArgumentParser(usage="%(prog)s [total_epochs] [save_every] [options]")
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+    if {os.environ.get("LOCAL_RANK"), os.environ.get("TORCHELASTIC_RESTART_COUNT")} - {"0", None}:
         parser.error = leave_it_to_the_first
     add = parser.add_argument
     add("total_epochs", nargs="?", type=at_least(1), default=5, help="how many epochs to train")
@@ -419,8 +419,7 @@ def parse_args() -> argparse.Namespace:
     add("--sync-bn", action="store_true", help="BatchNorm over all ranks; not on a CPU")
     add("--log-dir", help="folder for TensorBoard's event files")
     add("--local-rank", "--local_rank", help=argparse.SUPPRESS)  # torch.distributed.launch gives it
-    backends = [name for name in dist.Backend.backend_list if dist.is_backend_available(name)]
-    add("--backend", choices=backends, help="default: what suits the device")
+    add("--backend", help="nccl, gloo ...; default: what suits the device")
     add("--timeout", type=at_least(1), default=600, help="seconds for a collective")
     add("--num-workers", type=at_least(0), default=0, help="loader processes; 4 for files, say")
     add("--log-interval", type=at_least(0), default=0, help="steps between loss lines (0: none)")
@@ -428,6 +427,9 @@ def parse_args() -> argparse.Namespace:
     add("--resume", action="store_true", help="go on from the snapshot where there is one")
     args = parser.parse_args()
     args.model = args.model or DEFAULT_MODEL[args.dataset]
+    serves = dist.Backend.backend_capability.get(args.backend, [])
+    if args.backend and (args.device not in serves or not dist.is_backend_available(args.backend)):
+        parser.error(f"--backend {args.backend} does not work on {args.device} here: leave it out")
     path = Path(args.snapshot_path)
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         parser.error(f"--snapshot-path {path}: name a file in a folder that you may write to")
