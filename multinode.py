@@ -26,6 +26,8 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
+os.environ["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")  # less noise
+
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -226,7 +228,7 @@ def join(args: argparse.Namespace) -> dist.Store:
     try:
         store = open_store(args, serve=args.rank == 0)
     except RuntimeError as error:
-        sys.exit(f"error: {me} cannot serve {args.init_method}: {str(error).splitlines()[0]}")
+        sys.exit(f"error: {me} cannot join at {args.init_method}: {str(error).splitlines()[0]}")
     world = f"{args.world_size} calls of {args.nproc_per_node} processes"
     told = store.compare_set("world", "", world).decode()
     if told != world:
@@ -251,6 +253,7 @@ def open_store(args: argparse.Namespace, serve: bool = False) -> dist.Store:
         url.port,
         is_master=serve,
         wait_for_workers=False,
+        timeout=datetime.timedelta(seconds=args.timeout),
         use_libuv=sys.platform != "win32",  # torch for Windows is built without
     )
 
@@ -429,7 +432,7 @@ def check_ranks(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
         parser.error(f"{args.nproc_per_node} processes are more than {count} devices")
     if args.rank is None or args.world_size is None:
         parser.error("give --rank and --world-size, or export RANK and WORLD_SIZE")
-    if args.rank >= args.world_size:
+    if not 0 <= args.rank < args.world_size:
         parser.error(f"rank {args.rank} is not in a world of {args.world_size}: they count from 0")
     if args.init_method == "env://":
         host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
