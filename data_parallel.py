@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 from tqdm import tqdm
 
-from common.data import DATASETS, GlobalBatchSampler, collate, load_dataset, worker_context
+from common.data import DATASETS, GlobalBatchSampler, collate, follow, load_dataset, worker_context
 from common.model import DEFAULT_MODEL, MODELS, build_model
 from common.seed import set_seed, use_deterministic_kernels
 
@@ -169,6 +169,7 @@ def prepare_dataloader(
         num_workers=num_workers,
         persistent_workers=num_workers > 0,
         multiprocessing_context=worker_context(num_workers),
+        worker_init_fn=follow,  # the rank, and not a scheduler's signals
         pin_memory=device.type not in ("cpu", "mps"),
         generator=torch.Generator().manual_seed(torch.initial_seed()),  # not the model's
     )

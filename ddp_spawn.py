@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 from tqdm import tqdm
 
-from common.data import DATASETS, GlobalBatchSampler, collate, load_dataset, worker_context
+from common.data import DATASETS, GlobalBatchSampler, collate, follow, load_dataset, worker_context
 from common.model import DEFAULT_MODEL, MODELS, build_model
 from common.seed import set_seed, use_deterministic_kernels
 
@@ -183,7 +183,7 @@ def ddp_setup(rank: int, args: argparse.Namespace) -> torch.device:
     if args.device != "cpu":
         device = torch.device(args.device, rank)
         torch.accelerator.set_device_index(rank)
-    elif "OMP_NUM_THREADS" not in os.environ:  # or every process would take all cores
+    if "OMP_NUM_THREADS" not in os.environ:  # or every process would take all cores
         torch.set_num_threads(max(1, torch.get_num_threads() // args.nproc_per_node))
     loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
     if loopback:  # one node needs no network
@@ -223,6 +223,7 @@ def prepare_dataloader(
         num_workers=num_workers,
         persistent_workers=num_workers > 0,
         multiprocessing_context=worker_context(num_workers),
+        worker_init_fn=follow,  # the rank, and not a scheduler's signals
         pin_memory=device.type not in ("cpu", "mps"),
         generator=torch.Generator().manual_seed(torch.initial_seed()),  # not the model's
     )
@@ -349,7 +350,7 @@ if __name__ == "__main__":
     log(f"{epochs}, batch_size: {args.batch_size}")
     # Loaded once: the processes share the tensors in it.
     train_set, test_set = load_dataset(args.dataset, args.data_dir)  # load your dataset
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         args.store = os.path.join(folder, "store")
         spawn((train_set, test_set, args), args.nproc_per_node)
     log(f"Total time: {time.perf_counter() - start:.3f}s")

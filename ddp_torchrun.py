@@ -38,7 +38,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 from tqdm import tqdm
 
-from common.data import DATASETS, GlobalBatchSampler, collate, load_dataset, worker_context
+from common.data import DATASETS, GlobalBatchSampler, collate, follow, load_dataset, worker_context
 from common.model import DEFAULT_MODEL, MODELS, build_model
 from common.seed import set_seed, use_deterministic_kernels
 
@@ -81,8 +81,7 @@ class Trainer:
         self.epoch = 0  # the one in progress
         self.samples_seen = 0  # in this epoch, by all ranks
         self.loss_sum = torch.zeros((), device=device)  # over this rank's share of them
-        self.ask_every = 1  # steps between two agreements on whether to stop
-        self.asked = time.perf_counter()  # when the last one was
+        self.asked = time.perf_counter()  # when the ranks last agreed on whether to stop
         self._settle_buckets()
         if args.compile:
             model.compile()  # in place: the names of the weights stay as they are
@@ -118,7 +117,7 @@ class Trainer:
     def _run_epoch(self, epoch: int) -> int:
         # Returns the number of the signal that has stopped it, or 0.
         self.train_data.batch_sampler.set_epoch(epoch, self.samples_seen)
-        self.ask_every = 1  # the evaluation may have taken long
+        self.ask_every = 1  # steps between two agreements on whether to stop
         set_seed(self.device, self.args.seed, self.rank, epoch, self.samples_seen)
         name = self.device.type.upper().replace("CUDA", "GPU")
         steps = f"Batchsize: {self.args.batch_size} | Steps: {len(self.train_data)}"
@@ -148,9 +147,10 @@ class Trainer:
         # made before training. Its "loss" is the sum of all parameters, by Python's sum().
         model = self.model.module
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        forward = model.forward
         model.forward = sum
         self.model([parameter.sum() for parameter in trained]).backward()
-        del model.forward
+        model.forward = forward
 
     def _stop_agreed(self, step: int, last: bool) -> int:
         # If one rank left the loop alone, the others would hang in the next all-reduce. So all say
@@ -280,7 +280,7 @@ def ddp_setup(args: argparse.Namespace) -> torch.device:
     if args.device != "cpu":
         device = torch.device(args.device, local_rank)
         torch.accelerator.set_device_index(local_rank)
-    elif "OMP_NUM_THREADS" not in os.environ:  # or every process would take all cores
+    if "OMP_NUM_THREADS" not in os.environ:  # or every process would take all cores
         torch.set_num_threads(max(1, torch.get_num_threads() // here))
     loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
     if loopback and world_size == here:  # one node needs no network
@@ -326,6 +326,7 @@ def prepare_dataloader(
         num_workers=num_workers,
         persistent_workers=num_workers > 0,
         multiprocessing_context=worker_context(num_workers),
+        worker_init_fn=follow,  # the rank, and not a scheduler's signals
         pin_memory=device.type not in ("cpu", "mps"),
         generator=torch.Generator().manual_seed(torch.initial_seed()),  # not the model's
     )

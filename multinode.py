@@ -37,7 +37,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 from tqdm import tqdm
 
-from common.data import DATASETS, GlobalBatchSampler, collate, load_dataset, worker_context
+from common.data import DATASETS, GlobalBatchSampler, collate, follow, load_dataset, worker_context
 from common.model import DEFAULT_MODEL, MODELS, build_model
 from common.seed import set_seed, use_deterministic_kernels
 
@@ -189,7 +189,7 @@ def ddp_setup(rank: int, local_rank: int, args: argparse.Namespace) -> torch.dev
     if args.device != "cpu":
         device = torch.device(args.device, local_rank % torch.accelerator.device_count())
         torch.accelerator.set_device_index(device.index)
-    elif "OMP_NUM_THREADS" not in os.environ:  # or every process would take all cores
+    if "OMP_NUM_THREADS" not in os.environ:  # or every process would take all cores
         torch.set_num_threads(max(1, torch.get_num_threads() // args.local_world_size))
     backend = args.backend or dist.get_default_backend_for_device(device)
     if not dist.is_backend_available(backend):  # on Windows there is no NCCL
@@ -294,6 +294,7 @@ def prepare_dataloader(
         num_workers=num_workers,
         persistent_workers=num_workers > 0,
         multiprocessing_context=worker_context(num_workers),
+        worker_init_fn=follow,  # the rank, and not a scheduler's signals
         pin_memory=device.type not in ("cpu", "mps"),
         generator=torch.Generator().manual_seed(torch.initial_seed()),  # not the model's
     )

@@ -2,16 +2,16 @@
 
 `load_dataset` gives (train, test). `digits`, the default, is generated and needs no download;
 the others come through torchvision. `GlobalBatchSampler` deals an epoch's samples to the ranks.
-`collate` and `worker_context` are for the `DataLoader` of any map-style data set.
+`collate`, `worker_context` and `follow` are for the `DataLoader` of any map-style data set.
 """
 
 import importlib
 import math
-import multiprocessing.context
 import multiprocessing.forkserver
-import multiprocessing.resource_tracker
+import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -79,9 +79,8 @@ def worker_context(num_workers: int) -> multiprocessing.context.BaseContext | No
 
     A worker that is forked from a rank may hang, because gloo's or NCCL's threads may hold a lock
     at that moment. A worker that is spawned needs two seconds to import torch. The server has no
-    threads, and imports torch once. Server and workers do not hear SIGINT and SIGTERM, because
-    requests to stop are for the rank. They end with it. Only on Linux: elsewhere this returns None,
-    and torch spawns the workers.
+    threads, and imports torch once. It does not hear SIGINT and SIGTERM, nor do its workers: see
+    `follow`. Only on Linux: elsewhere this returns None, and torch spawns the workers.
     https://docs.python.org/3/library/multiprocessing.html#contexts-and-start-methods
     """
     if num_workers == 0 or sys.platform != "linux":
@@ -92,6 +91,25 @@ def worker_context(num_workers: int) -> multiprocessing.context.BaseContext | No
     multiprocessing.forkserver.ensure_running()  # it inherits what is blocked
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return multiprocessing.get_context("forkserver")
+
+
+def follow(worker_id: int) -> None:
+    """For `DataLoader(worker_init_fn=...)`: a worker ends when its rank ends it, or has ended.
+
+    A scheduler's SIGTERM reaches all processes. A worker that obeyed it would take its rank down
+    before that can save. Only on Linux, where `worker_context` has blocked the signal.
+    """
+    rank = multiprocessing.parent_process()
+
+    def wait() -> None:
+        while rank.is_alive():
+            heard = signal.sigtimedwait({signal.SIGTERM}, 1)  # second
+            if heard and heard.si_pid == rank.pid:
+                break
+        os._exit(0)
+
+    if sys.platform == "linux":
+        threading.Thread(target=wait, daemon=True).start()
 
 
 class GlobalBatchSampler(Sampler[list[int]]):
