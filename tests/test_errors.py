@@ -36,7 +36,8 @@ USAGE = [
 ]
 DDP = [
     (("--timeout", 0), "argument --timeout: 0 is less than 1"),
-    (("--backend", "carrier-pigeon"), "argument --backend: invalid choice: 'carrier-pigeon'"),
+    (("--backend", "nccl"), "--backend nccl does not work on cpu here: leave it out"),
+    (("--backend", "carrier-pigeon"), "--backend carrier-pigeon does not work on cpu here"),
 ]
 
 

@@ -23,8 +23,9 @@ def test_rank_1_is_quiet(make, monkeypatch, capsys, script):
     capsys.readouterr()
     for rank in (0, 1):
         monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
-        module.log(f"of rank {rank}")
-    assert capsys.readouterr().out == "of rank 0\n"
+        module.log("of the job")
+        module.log(f"of rank {rank}", every_rank=True)
+    assert capsys.readouterr().out == "of the job\nof rank 0\nof rank 1\n"
 
 
 @pytest.fixture
@@ -136,6 +137,10 @@ class Bar(list):
 
     def __init__(self, loader: object, leave: bool, disable: bool | None) -> None:
         self.asked.append(disable)
+
+    @staticmethod
+    def write(text: str, end: str) -> None:
+        print(text, end=end)
 
 
 @every_script

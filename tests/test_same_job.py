@@ -23,6 +23,10 @@ def spawn(processes: int) -> tuple:
     return ("ddp_spawn.py", "--nproc-per-node", processes)
 
 
+def results(text: str) -> list[dict[str, float]]:
+    return [{**line, "rate": 0} for line in epochs(text)]
+
+
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
     """The options of a job of two epochs, and what one process makes of it with batches of 64."""
@@ -48,10 +52,7 @@ def reference(tmp_path_factory):
 def test_two_epochs_agree_to_rounding(fork, tmp_path, reference, script, options):
     data, expected_text, expected = reference
     text = fork(script, *data, *options, **DOUBLE)
-    assert len(epochs(text)) == 2
-    for ours, theirs in zip(epochs(text), epochs(expected_text), strict=True):
-        ours.pop("rate"), theirs.pop("rate")
-        assert ours == theirs
+    assert len(epochs(text)) == 2 and results(text) == results(expected_text)
     assert difference(load(tmp_path / "checkpoint.pt"), expected) < 1e-12
 
 
@@ -88,6 +89,7 @@ def test_shares_of_unequal_size_have_their_right_weights(fork, tmp_path, fashion
     )
     text = fork(*launch, *common, *options, **DOUBLE)
     assert "Epoch 1 | Batchsize: 16 | Steps: 5" in expected and "Steps: 5\n" in text
+    assert results(text) == results(expected)
     assert difference(load(tmp_path / "checkpoint.pt"), load(tmp_path / "1.pt")) < 1e-12
 
 
