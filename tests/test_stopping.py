@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +18,7 @@ every_parent = pytest.mark.parametrize("script", ["ddp_spawn.py", "multinode.py"
 
 def test_all_stop_when_one_must(make, monkeypatch):
     module, trainer = make("ddp_torchrun.py", "--batch-size", 2)
-    trainer.ask_every = 10
+    trainer.asked, trainer.ask_every = time.perf_counter(), 10
     assert trainer._stop_agreed(10, last=False) == 0
     with monkeypatch.context() as patch:
         patch.setattr(dist, "all_reduce", lambda tensor, op: tensor.fill_(2))
@@ -41,6 +42,7 @@ def test_all_stop_when_one_must(make, monkeypatch):
 def test_slow_steps_are_asked_after_each(make, monkeypatch):
     """Ten of them may take longer than torchrun waits for a stop."""
     _, trainer = make("ddp_torchrun.py", "--batch-size", 2)
+    trainer.asked, trainer.ask_every = time.perf_counter(), 1
     asked, all_reduce = [], dist.all_reduce
     counted = lambda *args, **kwargs: asked.append(1) or all_reduce(*args, **kwargs)  # noqa: E731
     monkeypatch.setattr(dist, "all_reduce", counted)
