@@ -18,7 +18,6 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -233,7 +232,6 @@ def main(rank: int, train_set: Dataset, test_set: Dataset, args: argparse.Namesp
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C, and what Linux sends if the parent dies
     if not mp.parent_process().is_alive():  # it has died before that
         sys.exit(1)
-    tqdm.set_lock(threading.RLock())  # tqdm's own leaks a semaphore where a process is killed
     device = ddp_setup(rank, args)
     world_size = dist.get_world_size()
     model, optimizer, schedule = load_train_objs(args, train_set, device)
@@ -250,6 +248,7 @@ def main(rank: int, train_set: Dataset, test_set: Dataset, args: argparse.Namesp
 
 
 def spawn(objs: tuple, nproc: int) -> None:
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")  # what killed ranks leave
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # children inherit it: no tracebacks at the start
     try:
         context = mp.spawn(main, objs, nproc, join=False)

@@ -20,7 +20,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -304,7 +303,6 @@ def main(number: int, args: argparse.Namespace) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C, and what Linux sends if the parent dies
     if not mp.parent_process().is_alive():  # it has died before that
         sys.exit(1)
-    tqdm.set_lock(threading.RLock())  # tqdm's own leaks a semaphore where a process is killed
     rank = args.rank * args.nproc_per_node + number
     local_rank = args.first_local_rank + number
     device = ddp_setup(rank, local_rank, args)
@@ -323,6 +321,7 @@ def main(number: int, args: argparse.Namespace) -> None:
 
 
 def spawn(objs: tuple, nproc: int) -> None:
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")  # what killed ranks leave
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # children inherit it: no tracebacks at the start
     try:
         context = mp.spawn(main, objs, nproc, join=False)
