@@ -208,7 +208,7 @@ def test_a_port_that_is_taken(hosts):
 def test_rank_0_on_another_node_than_the_address_says(hosts):
     hosts = hosts(2)
     text = hosts.start(1, "multinode.py", *by_hand(hosts, 0), "--timeout", 5).finish(1, seconds=30)
-    assert f"error: --rank 0 cannot serve {hosts.method}: " in text.splitlines()[-1], text
+    assert f"error: --rank 0 cannot join at {hosts.method}: " in text.splitlines()[-1], text
 
 
 def test_a_peer_that_never_comes(hosts):
