@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.utils.data import Dataset, Sampler, default_collate
 
 DATASETS = ("digits", "mnist", "fashion-mnist", "cifar10")
@@ -39,13 +40,7 @@ class ImageDataset(Dataset):
         mean, std: a value for each channel, of pixels scaled to 0..1.
     """
 
-    def __init__(
-        self,
-        images: torch.Tensor,
-        targets: torch.Tensor,
-        mean: tuple[float, ...],
-        std: tuple[float, ...],
-    ) -> None:
+    def __init__(self, images: Tensor, targets: Tensor, mean: tuple, std: tuple) -> None:
         self.images = images
         self.targets = targets
         # Normalisation as one multiplication and one addition: pixel * scale + offset.
@@ -56,12 +51,12 @@ class ImageDataset(Dataset):
     def __len__(self) -> int:
         return len(self.images)
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """One sample: (C, H, W) in torch's default dtype, and its class as an int64 scalar."""
         images, targets = self.__getitems__([range(len(self.targets))[index]])
         return images[0], targets[0]
 
-    def __getitems__(self, indices: torch.Tensor | list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def __getitems__(self, indices: Tensor | list[int]) -> tuple[Tensor, Tensor]:
         """A whole batch, (B, C, H, W) and (B,): the DataLoader calls this where it is defined."""
         indices = torch.as_tensor(indices, dtype=torch.int64)
         images = self.images.index_select(0, indices)  # a quarter of [indices]'s time
@@ -213,10 +208,10 @@ def make_digits(count: int, seed: int) -> ImageDataset:
     return ImageDataset(images, targets, mean=(0.15,), std=(0.20,))
 
 
-def _draw_digits(targets: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def _draw_digits(targets: Tensor, generator: torch.Generator) -> Tensor:
     """Images (N, 1, 28, 28), uint8, of the digits in `targets` (N,)."""
 
-    def uniform(low: float, high: float, *shape: int) -> torch.Tensor:
+    def uniform(low: float, high: float, *shape: int) -> Tensor:
         draws = torch.rand(len(targets), *shape, generator=generator, dtype=torch.float64)
         return low + (high - low) * draws
 
