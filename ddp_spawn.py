@@ -9,7 +9,8 @@
 The global batch is --batch-size times the processes: with four, this is the same job as
 `single_gpu.py --batch-size 128`. mp.spawn starts Python anew for each process, imports this file
 there (hence the main guard) and calls main(rank, ...). Ctrl-C ends all processes; --resume goes on
-from the last snapshot. To make this file yours, edit the lines marked "load your".
+from the last snapshot. To make this file yours, edit the lines marked "load your". ddp_torchrun.py
+adds restarts, stops that save in mid-epoch, accumulation and AMP, and serves one device, too.
 """
 
 import argparse

@@ -11,7 +11,8 @@ processes: there each call starts one. Each node loads its own data. Rank 0 save
 reads the snapshot, and the others get it over the network. When one call ends, all end: start all
 again with --resume. Whoever can reach the port can join: use a private network. docs/multinode.md
 says what to do when nodes cannot join or are slow, and has a line for Slurm. To make this file
-yours, edit the lines marked "load your". ddp_torchrun.py restarts by itself and saves in mid-epoch.
+yours, edit the lines marked "load your". ddp_torchrun.py restarts by itself, saves in mid-epoch,
+and serves one device, too.
 """
 
 import argparse
