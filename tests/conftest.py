@@ -32,8 +32,8 @@ machine = pytest.MonkeyPatch()  # holds back what the machine has, while the CPU
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """On any machine, tests marked gpu find its accelerators, and all others find none."""
     machine.undo()
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        machine.delenv(name, raising=False)  # a test that calls ddp_setup leaves them behind
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "PYTHONWARNINGS"):
+        machine.delenv(name, raising=False)  # a test that calls ddp_setup or spawn leaves them
     if item.get_closest_marker("gpu"):
         return
     # For the processes that tests start, in whatever way: sitecustomize.py has the rest.

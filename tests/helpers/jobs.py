@@ -106,7 +106,7 @@ class Job:
                 parent = stat(pid)[1]
             except OSError:
                 continue
-            if parent == str(self.process.pid) and b"resource_tracker" not in program:
+            if parent == str(self.process.pid) and b"resource_tracker import" not in program:
                 rank = re.search(rb"\0LOCAL_RANK=(\d+)", environment)
                 workers.append((int(rank[1]) if rank else 0, pid))
         return [pid for _, pid in sorted(workers)]
