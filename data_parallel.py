@@ -7,8 +7,8 @@
 In every step it copies the model to all GPUs, splits the batch, runs one thread per GPU, and
 gathers outputs and gradients on the first. ddp_spawn.py and ddp_torchrun.py copy the model once,
 move only gradients, and are faster: torch's documentation recommends them for new programs, and
-ddp_torchrun.py serves one device, too. With one device, or none, this is single_gpu.py without its
---device. To make this file yours, edit the lines marked "load your".
+ddp_torchrun.py serves one device, too. With one device, or none, this is single_gpu.py. To make
+this file yours, edit the lines marked "load your".
 """
 
 import argparse
