@@ -31,6 +31,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # imported later, it would keep the process group to the end
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -352,6 +353,7 @@ def main(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, on_stop_signal)
     signum = trainer.train(args.total_epochs)
     log(f"Total time: {time.perf_counter() - start:.3f}s")
+    del trainer  # DDP keeps the group, too: then gloo's threads may block or abort the end
     dist.destroy_process_group()
     return 128 + signum if signum else 0  # the shells' number for a signal: not done yet
 

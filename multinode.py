@@ -30,6 +30,7 @@ os.environ["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # imported later, it would keep the process group to the end
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
@@ -318,6 +319,7 @@ def main(number: int, args: argparse.Namespace) -> None:
     trainer = Trainer(model, train_data, test_data, optimizer, schedule, device, args)
     trainer.train(args.total_epochs)
     dist.barrier()  # rank 0 may still be saving, and all must leave together
+    del trainer  # DDP keeps the group, too: then gloo's threads may block or abort the end
     dist.destroy_process_group()
 
 

@@ -13,7 +13,7 @@ LADDER_CPU=1             no accelerator is found, whatever the machine has: for 
 LADDER_FAKE_GPUS=n       torch.accelerator reports n CUDA devices, with LADDER_CPU too
 LADDER_DIE=rank          this rank exits with status 3 before it joins the group
 LADDER_CHECKSUM=1        every rank prints one of its DDP module's weights when it leaves the group
-LADDER_ATEXIT=1          every process prints "Python ends" where Python does
+LADDER_ATEXIT=1          every process prints "Python ends" where Python does, and its threads
 LADDER_SLOW=rank         this rank sleeps for 0.3 s after every step of the optimizer
 """
 
@@ -21,6 +21,7 @@ import functools
 import os
 import sys
 import time
+from pathlib import Path
 
 hooks = {name[7:]: value for name, value in os.environ.items() if name.startswith("LADDER_")}
 hooks.pop("MARK", None)  # that is conftest's
@@ -119,7 +120,13 @@ if hooks and not any("resource_tracker" in word for word in sys.orig_argv):
     if "ATEXIT" in hooks:
         import atexit
 
-        atexit.register(lambda: print("Python ends\n", end="", flush=True))
+        def say() -> None:
+            threads = sorted(
+                path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")
+            )
+            print(f"Python ends: {' '.join(threads)}\n", end="", flush=True)
+
+        atexit.register(say)
 
     if "SLOW" in hooks:
         sgd_step = torch.optim.SGD.step
