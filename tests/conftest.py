@@ -3,10 +3,8 @@
 import functools
 import importlib
 import os
-import re
 import signal
 import sys
-import time
 import uuid
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -49,57 +47,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         machine.setattr(module, "device_count", lambda: 0)
     # torch.compile looks for what functools.cache leaves in this one.
     machine.setattr(torch.backends.mps, "is_available", functools.cache(lambda: False))
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        for mark in item.iter_markers("slow"):
-            if not mark.args:
-                raise pytest.UsageError(f"{item.nodeid}: say why, @pytest.mark.slow('why')")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):  # in the process that prints, with -n or without
-        config.pluginmanager.register(Progress(config))
-
-
-class Progress:
-    """A line now and then, when a test starts, that says what is being run: every 15 s at most.
-
-    LADDER_RAN names a file for all that was run, in which .ci/run looks for what is missing. What
-    was skipped was not run, but for the GPU's tests.
-    """
-
-    def __init__(self, config: pytest.Config) -> None:
-        self.config = config
-        self.start = self.said = time.monotonic()
-        self.running, self.done = [], 0
-        self.skipped = set()
-        self.file = os.environ.pop("LADDER_RAN", None)
-
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self.running.append(nodeid)
-        now = time.monotonic()
-        if now < self.said + 15:
-            return
-        self.said = now
-        minutes, seconds = divmod(int(now - self.start), 60)
-        names = ", ".join(name.partition("::")[2] for name in self.running)
-        writer = self.config.get_terminal_writer()
-        if writer.width_of_current_line:
-            writer.line()
-        writer.line(f"{minutes}:{seconds:02}  {self.done} done, now {names}")
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.skipped and "gpu" not in report.keywords:
-            self.skipped.add(report.nodeid)
-
-    def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        self.running.remove(nodeid)
-        self.done += 1
-        if self.file and nodeid not in self.skipped:
-            with open(self.file, "a") as file:
-                print(re.sub("@(slurm|gpu)$", "", nodeid), file=file)  # the group's name is xdist's
 
 
 @pytest.hookimpl(trylast=True)  # after the fixtures have ended their jobs: it waits for these
