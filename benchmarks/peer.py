@@ -6,15 +6,10 @@ from collections.abc import Callable
 import torch
 from torch import nn
 from torch.utils.data import Dataset
-from torchvision import datasets
+from torchvision.datasets import FashionMNIST
 from torchvision.transforms import ToTensor
 
 from common.data import load_dataset
-
-SETS = {  # torchvision's class; mean and standard deviation as in common/data.py
-    "fashion-mnist": (datasets.FashionMNIST, 0.2860, 0.3530),
-    "mnist": (datasets.MNIST, 0.1307, 0.3081),
-}
 
 
 def parse_args() -> argparse.Namespace:
@@ -24,7 +19,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--momentum", type=float, default=0.9)
     parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--dataset", default="fashion-mnist")
+    parser.add_argument("--dataset", default="fashion-mnist", help="another: upper_bound.py only")
     parser.add_argument("--data-dir", required=True)
     parser.add_argument("--model", default="mlp")
     parser.add_argument("--device", default="cpu")
@@ -36,45 +31,29 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def load_data(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
-    """Training and test set as torchvision has them: PIL images, made tensors one at a time.
+def load_data(args: argparse.Namespace) -> tuple[Dataset, Dataset, Callable | None]:
+    """Training set, test set and the loader's collate_fn.
 
-    With --our-data they are in memory, and come a batch at a time, as in our scripts.
+    The sets are torchvision's: PIL images, made tensors one at a time. With --our-data they are in
+    memory and come a batch at a time, as in our scripts.
     """
     if args.our_data:
-        return load_dataset(args.dataset, args.data_dir)
-    make = SETS[args.dataset][0]
-    train, test = (make(args.data_dir, train=part, transform=ToTensor()) for part in (True, False))
-    return train, test
-
-
-def collate(args: argparse.Namespace) -> Callable | None:
-    """The loader's collate_fn: with --our-data what comes is a batch already."""
-    return tuple if args.our_data else None
+        return *load_dataset("fashion-mnist", args.data_dir), tuple
+    folder, convert = args.data_dir, ToTensor()
+    train_set = FashionMNIST(folder, train=True, transform=convert)
+    return train_set, FashionMNIST(folder, train=False, transform=convert), None
 
 
 def normalize(args: argparse.Namespace, images: torch.Tensor) -> torch.Tensor:
-    """What our scripts do to their images, for the same accuracy after the same steps.
+    """What our data set does to its images, for the same accuracy after the same steps.
 
     On a whole batch: torchvision's Normalize on each sample would cost the peers more.
     """
-    if args.our_data:  # it has done so
-        return images
-    _, mean, std = SETS[args.dataset]
-    return (images - mean) / std
-
-
-def print_line(line: str) -> None:
-    print(f"{line}\n", end="", flush=True)  # one write: other processes print, too
-
-
-def print_start(args: argparse.Namespace, rank: int, epoch: int, steps: int) -> None:
-    name = args.device.upper().replace("CUDA", "GPU")
-    print_line(f"[{name}{rank}] Epoch {epoch} | Batchsize: {args.batch_size} | Steps: {steps}")
+    return images if args.our_data else (images - 0.2860) / 0.3530
 
 
 @torch.no_grad()
-def print_end(
+def print_epoch(
     args: argparse.Namespace, epoch: int, model: nn.Module, test_set: Dataset, rate: float
 ) -> None:
     """The end of our scripts' epoch lines. `model` is the unwrapped one. The clock has stopped."""
@@ -86,4 +65,5 @@ def print_end(
         images, targets = normalize(args, test_set.data.unsqueeze(1) / 255), test_set.targets
     correct = (model(images.to(args.device)).argmax(dim=1).cpu() == targets).sum().item()
     accuracy = f"Accuracy: {correct}/{total} ({correct / total:.2%})"
-    print_line(f"Epoch {epoch} | {accuracy} | {rate:.0f} samples/s")
+    # One write: other processes print, too.
+    print(f"Epoch {epoch} | {accuracy} | {rate:.0f} samples/s\n", end="", flush=True)

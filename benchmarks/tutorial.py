@@ -10,6 +10,7 @@ After https://docs.pytorch.org/tutorials/beginner/ddp_series_intro.html, on a CP
 import argparse
 import os
 import time
+from collections.abc import Callable
 
 import peer
 import torch
@@ -29,12 +30,14 @@ def ddp_setup(rank: int, world_size: int, device: str) -> None:
     dist.init_process_group(backend, rank=rank, world_size=world_size)
 
 
-def prepare_dataloader(dataset: Dataset, args: argparse.Namespace) -> DataLoader:
+def prepare_dataloader(
+    dataset: Dataset, collate: Callable | None, args: argparse.Namespace
+) -> DataLoader:
     sampler = DistributedSampler(dataset, seed=args.seed) if dist.is_initialized() else None
     return DataLoader(
         dataset,
         batch_size=args.batch_size,
-        collate_fn=peer.collate(args),
+        collate_fn=collate,
         pin_memory=args.device != "cpu",
         shuffle=sampler is None,
         sampler=sampler,
@@ -44,8 +47,8 @@ def prepare_dataloader(dataset: Dataset, args: argparse.Namespace) -> DataLoader
 class Trainer:
     def __init__(self, args: argparse.Namespace, rank: int) -> None:
         self.args, self.rank = args, rank
-        self.train_set, self.test_set = peer.load_data(args)
-        self.train_data = prepare_dataloader(self.train_set, args)
+        self.train_set, self.test_set, collate = peer.load_data(args)
+        self.train_data = prepare_dataloader(self.train_set, collate, args)
         torch.manual_seed(args.seed)
         self.module = build_model(args.model, (1, 28, 28)).to(args.device)
         self.model = DDP(self.module) if dist.is_initialized() else self.module
@@ -70,14 +73,13 @@ class Trainer:
     def train(self, total_epochs: int) -> None:
         for epoch in range(total_epochs):
             self.model.train()
-            peer.print_start(self.args, self.rank, epoch, len(self.train_data))
             start = time.perf_counter()
             self._run_epoch(epoch)
             if self.args.device != "cpu":
                 torch.accelerator.synchronize()
             rate = len(self.train_set) / (time.perf_counter() - start)
             if self.rank == 0:
-                peer.print_end(self.args, epoch, self.module, self.test_set, rate)
+                peer.print_epoch(self.args, epoch, self.module, self.test_set, rate)
 
 
 def main(rank: int, world_size: int, args: argparse.Namespace) -> None:

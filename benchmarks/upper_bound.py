@@ -49,7 +49,6 @@ def main(rank: int, world_size: int, args: argparse.Namespace) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
     sampler = GlobalBatchSampler(train_set, args.batch_size, rank, world_size, args.seed)
     batches = [[part.to(args.device) for part in train_set.__getitems__(i)] for i in sampler]
-    images, labels = (part.to(args.device) for part in test_set.__getitems__(range(len(test_set))))
     parameters = list(model.parameters())
     flat = torch.empty(sum(p.numel() for p in parameters), device=args.device)
     share = 1 / args.accumulate  # so that sums are averages
@@ -59,7 +58,6 @@ def main(rank: int, world_size: int, args: argparse.Namespace) -> None:
         model.train()
         if world_size > 1:
             dist.barrier()  # the others may still be starting
-        peer.print_start(args, rank, epoch, len(batches))
         start = time.perf_counter()
         for step, (source, targets) in enumerate(batches, start=1):
             (share * F.cross_entropy(model(source), targets)).backward()
@@ -73,15 +71,12 @@ def main(rank: int, world_size: int, args: argparse.Namespace) -> None:
             torch.accelerator.synchronize()
         rate = len(train_set) / (time.perf_counter() - start)
         if rank == 0:
-            model.eval()
-            with torch.no_grad():
-                correct = (model(images).argmax(dim=1) == labels).sum().item()
-            accuracy = f"Accuracy: {correct}/{len(labels)} ({correct / len(labels):.2%})"
-            peer.print_line(f"Epoch {epoch} | {accuracy} | {rate:.0f} samples/s")
+            peer.print_epoch(args, epoch, model, test_set, rate)
 
 
 if __name__ == "__main__":
     args = peer.parse_args()
+    args.our_data = True  # the batches that lie ready are those of our data set
     if "RANK" in os.environ:
         main(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), args)
     elif args.nproc_per_node > 1:

@@ -23,17 +23,14 @@ def main() -> None:
     args = peer.parse_args()
     accelerator = Accelerator(cpu=args.device == "cpu")
     set_seed(args.seed)
-    train_set, test_set = peer.load_data(args)
+    train_set, test_set, collate = peer.load_data(args)
     model = build_model(args.model, (1, 28, 28))
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
-    train_data = DataLoader(
-        train_set, batch_size=args.batch_size, shuffle=True, collate_fn=peer.collate(args)
-    )
+    train_data = DataLoader(train_set, batch_size=args.batch_size, shuffle=True, collate_fn=collate)
     model, optimizer, train_data = accelerator.prepare(model, optimizer, train_data)
 
     for epoch in range(args.total_epochs):
         model.train()
-        peer.print_start(args, accelerator.process_index, epoch, len(train_data))
         start = time.perf_counter()
         for source, targets in train_data:
             optimizer.zero_grad()
@@ -45,7 +42,7 @@ def main() -> None:
             torch.accelerator.synchronize()
         rate = len(train_set) / (time.perf_counter() - start)
         if accelerator.is_main_process:
-            peer.print_end(args, epoch, accelerator.unwrap_model(model), test_set, rate)
+            peer.print_epoch(args, epoch, accelerator.unwrap_model(model), test_set, rate)
 
 
 if __name__ == "__main__":

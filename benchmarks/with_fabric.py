@@ -29,18 +29,15 @@ def main() -> None:
     )
     fabric.launch()
     fabric.seed_everything(args.seed, verbose=False)
-    train_set, test_set = peer.load_data(args)
+    train_set, test_set, collate = peer.load_data(args)
     model = build_model(args.model, (1, 28, 28))
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
     model, optimizer = fabric.setup(model, optimizer)
-    train_data = DataLoader(
-        train_set, batch_size=args.batch_size, shuffle=True, collate_fn=peer.collate(args)
-    )
+    train_data = DataLoader(train_set, batch_size=args.batch_size, shuffle=True, collate_fn=collate)
     train_data = fabric.setup_dataloaders(train_data)
 
     for epoch in range(args.total_epochs):
         model.train()
-        peer.print_start(args, fabric.global_rank, epoch, len(train_data))
         start = time.perf_counter()
         for source, targets in train_data:
             optimizer.zero_grad()
@@ -52,7 +49,7 @@ def main() -> None:
             torch.accelerator.synchronize()
         rate = len(train_set) / (time.perf_counter() - start)
         if fabric.is_global_zero:
-            peer.print_end(args, epoch, model.module, test_set, rate)
+            peer.print_epoch(args, epoch, model.module, test_set, rate)
 
 
 if __name__ == "__main__":
