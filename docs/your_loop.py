@@ -1,0 +1,61 @@
+import os
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
+
+
+def make_data(count, seed):
+    inputs = torch.randn(count, 20, generator=torch.Generator().manual_seed(seed))
+    targets = (inputs.sum(dim=1) > 0).long()
+    return TensorDataset(inputs, targets)
+
+
+rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+torch.manual_seed(42)
+device = torch.device("cpu")
+if torch.cuda.is_available():
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+train_set, test_set = make_data(1000, seed=1), make_data(303, seed=2)
+sampler = DistributedSampler(train_set)
+train_loader = DataLoader(train_set, batch_size=64 // world_size, sampler=sampler)
+test_shard = Subset(test_set, range(rank, len(test_set), world_size))
+test_loader = DataLoader(test_shard, batch_size=100)
+model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 2)).to(device)
+model = DDP(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+first_epoch = 0
+if os.path.exists("snapshot.pt"):
+    snapshot = torch.load("snapshot.pt", map_location="cpu")
+    model.module.load_state_dict(snapshot["model"])
+    optimizer.load_state_dict(snapshot["optimizer"])
+    first_epoch = snapshot["epoch"]
+
+for epoch in range(first_epoch, 5):
+    model.train()
+    sampler.set_epoch(epoch)  # another order in each epoch, the same in each run
+    for inputs, targets in train_loader:
+        inputs, targets = inputs.to(device), targets.to(device)
+        loss = F.cross_entropy(model(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    model.eval()
+    correct = torch.zeros((), device=device)
+    with torch.no_grad():
+        for inputs, targets in test_loader:
+            inputs, targets = inputs.to(device), targets.to(device)
+            correct += (model.module(inputs).argmax(dim=1) == targets).sum()
+    dist.all_reduce(correct)
+    if rank == 0:
+        print(f"epoch {epoch}: {correct:.0f} of {len(test_set)}")
+        snapshot = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save({**snapshot, "epoch": epoch + 1}, "snapshot.pt.tmp")
+        os.replace("snapshot.pt.tmp", "snapshot.pt")  # the new one whole, or the old one
+
+dist.destroy_process_group()
