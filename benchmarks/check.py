@@ -12,7 +12,6 @@ A step takes as long as the slowest rank needs for its data and its computing, a
 all-reduce is not hidden behind the backward pass. docs/scaling.md says what follows from that.
 """
 
-import dataclasses
 import functools
 import importlib
 import inspect
@@ -26,7 +25,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -36,8 +35,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._pytree import tree_map_only
 
 
-@dataclasses.dataclass(frozen=True)
-class Rank:
+class Rank(NamedTuple):
     """What one rank has measured, in seconds per step, and where it runs."""
 
     host: str
@@ -58,11 +56,9 @@ def check(trainer: Any, total_epochs: int) -> int:
     """In place of `Trainer.train`: time the parts of a step. Rank 0 prints what follows from them.
 
     All ranks must call this. It takes some ten seconds, or about twenty steps where these are slow.
-
-    Args:
-        trainer: has `model` (DDP), `optimizer`, `train_data` (yields (source, targets)), `args` and
-            `_run_batch(source, targets, size)`, where `size` is that of the global batch. Its
-            gradients change, and BatchNorm's statistics; its weights do not.
+    It uses the trainer's `model` (DDP), `optimizer`, `train_data` (yields (source, targets)), `args`
+    and `_run_batch(source, targets, size)`, where `size` is that of the global batch. Gradients and
+    BatchNorm's statistics change; weights do not.
 
     Raises:
         SystemExit: there is no DDP, or a sum that an all-reduce has made is wrong.
@@ -74,37 +70,27 @@ def check(trainer: Any, total_epochs: int) -> int:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     parameters = trainer.model.parameters()
     count = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    gradient = torch.full((count,), rank + 1.0, device=device_of(trainer))
+    device = next(trainer.model.parameters()).device
+    gradient = torch.full((count,), rank + 1.0, device=device)
     dist.all_reduce(gradient)
     wrong = (gradient != world_size * (world_size + 1) / 2).sum()
     dist.all_reduce(wrong)
     ranks = [None] * world_size
     dist.all_gather_object(ranks, measure(trainer, gradient.zero_()))
     if rank == 0:
-        steps = len(trainer.train_data)
-        print("\n".join(report(ranks, gradient.nbytes, steps, micro_batches(trainer))), flush=True)
+        steps, accumulate = len(trainer.train_data), getattr(trainer.args, "accumulate", 0)
+        print("\n".join(report(ranks, gradient.nbytes, steps, accumulate)), flush=True)
     if wrong:
         sys.exit(f"error: {wrong.item()} of {world_size * count} sums of the all-reduce are wrong")
     return 0
 
 
-def device_of(trainer: Any) -> torch.device:
-    return next(trainer.model.parameters()).device
-
-
-def micro_batches(trainer: Any) -> int:
-    """Per step; 0 in a script that has no --accumulate."""
-    return getattr(trainer.args, "accumulate", 0)
-
-
 def measure(trainer: Any, gradient: torch.Tensor) -> Rank:
     """This rank's times; all ranks measure the same at the same time.
 
-    Args:
-        trainer: as in `check`.
-        gradient: as many numbers as DDP sends; zeros, as their sum must stay finite.
+    `gradient` has as many numbers as DDP sends. They are zeros, as their sum must stay finite.
     """
-    device = device_of(trainer)
+    device = gradient.device
     pinned = getattr(trainer.train_data, "pin_memory", False)
     move = functools.partial(torch.Tensor.to, device=device, non_blocking=pinned)
     batches = itertools.chain.from_iterable(itertools.repeat(trainer.train_data))
@@ -150,7 +136,8 @@ def measure(trainer: Any, gradient: torch.Tensor) -> Rank:
         idle = dist.get_rank() > 0
         # DDP sends buffers only in the pass after one with all-reduce: not here, where none waits.
         alone = timed((lambda: None) if idle else compute, device, repeats)
-    fewer = min(samples, max(2, 2 * micro_batches(trainer), samples // 2))  # BatchNorm needs two
+    micro_batches = getattr(trainer.args, "accumulate", 0)
+    fewer = min(samples, max(2, 2 * micro_batches, samples // 2))  # BatchNorm needs two
     saved = together - timed(lambda: compute(fewer), device, repeats)  # on all ranks, as it waits
     fixed = together
     if fewer < samples:
@@ -207,14 +194,9 @@ def nominal_speed(interface: str) -> float:
 
 
 def all_reduce_seconds(ranks: int, size: float, latency: float, bandwidth: float) -> float:
-    """Of a ring: 2 (n - 1) messages of the n-th part, each after the one before.
+    """Of a ring: 2 (n - 1) messages of the n-th part of `size`, each after the one before.
 
-    Args:
-        ranks: n.
-        size: bytes of the tensor.
-        latency: seconds that a message takes, however small.
-        bandwidth: bytes per second that each rank sends.
-
+    Each takes `latency` seconds, however small, and a rank sends `bandwidth` bytes per second.
     Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
     Journal of Parallel and Distributed Computing 69 (2009).
     """
@@ -222,14 +204,10 @@ def all_reduce_seconds(ranks: int, size: float, latency: float, bandwidth: float
 
 
 def report(ranks: list[Rank], size: int, steps: int, accumulate: int) -> list[str]:
-    """The lines that `check` prints. Efficiency is the share of a step that is of use: what a
-    device needs for its data and its computing when nobody disturbs it.
+    """The lines that `check` prints, of what all ranks have measured and of `size` bytes.
 
-    Args:
-        ranks: what each has measured, in order.
-        size: bytes of the gradient.
-        steps: per epoch.
-        accumulate: micro-batches per step; 0 in a script that has no --accumulate.
+    Efficiency is the share of a step that is of use: what a device needs for its data and its
+    computing when nobody disturbs it. `accumulate` is 0 in a script that has no --accumulate.
     """
     world_size = len(ranks)
     nodes = len({rank.host for rank in ranks})
@@ -286,11 +264,7 @@ def report(ranks: list[Rank], size: int, steps: int, accumulate: int) -> list[st
 def verdict(ranks: list[Rank], step: float, sent: float, accumulate: int) -> str:
     """What takes most of a step without being of use, if that is a fifth of it, and what helps.
 
-    Args:
-        ranks: what each has measured, in order.
-        step: seconds.
-        sent: bytes per second that each rank sends in an all-reduce.
-        accumulate: as in `report`.
+    `step` is in seconds; `sent` are bytes per second that each rank sends in an all-reduce.
     """
     own = [rank.data + rank.compute for rank in ranks]
     slowest = own.index(max(own))
@@ -304,16 +278,13 @@ def verdict(ranks: list[Rank], step: float, sent: float, accumulate: int) -> str
             link += f" where {first.link} is named {named / 1e9:.3g}"
 
     larger = "raise --accumulate or --batch-size" if accumulate else "raise --batch-size"
-
-    cores = (
-        f"the processes slow each other down: alone rank 0 computes in {first.alone * 1e3:.2f} ms"
-    )
+    milliseconds = f"{first.alone * 1e3:.2f} ms"
+    cores = f"the processes slow each other down: alone rank 0 computes in {milliseconds}"
     fewer = "start fewer on a node, or give each its own cores"
     here = sum(rank.host == first.host for rank in ranks)
     if here * first.threads > first.cores:
-        cores = (
-            f"more threads than cores: {here} processes of {first.threads} on {first.cores} cores"
-        )
+        cores = "more threads than cores: "
+        cores += f"{here} processes of {first.threads} on {first.cores} cores"
         fewer = f"export OMP_NUM_THREADS={max(1, first.cores // here)}"
 
     late = "the data come too late"
@@ -329,9 +300,8 @@ def verdict(ranks: list[Rank], step: float, sent: float, accumulate: int) -> str
     ]
     seconds, cause, remedy = max(costs)
     if seconds < 0.2 * step:
-        return (
-            f"nothing is wrong: {statistics.mean(own) / step:.0%} of the step is data and computing"
-        )
+        share = statistics.mean(own) / step
+        return f"nothing is wrong: {share:.0%} of the step is data and computing"
     return f"{cause} ({seconds / step:.0%} of the step): {remedy}"
 
 

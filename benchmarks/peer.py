@@ -16,18 +16,15 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("total_epochs", type=int)
     parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--lr", type=float, default=0.01)
-    parser.add_argument("--momentum", type=float, default=0.9)
-    parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--dataset", default="fashion-mnist", help="another: upper_bound.py only")
     parser.add_argument("--data-dir", required=True)
     parser.add_argument("--model", default="mlp")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--nproc-per-node", type=int, default=1)
     parser.add_argument("--our-data", action="store_true", help="the data set of common/data.py")
-    add = parser.add_argument_group("upper_bound.py").add_argument
-    add("--all-reduce", action="store_true", help="average the gradients")
-    add("--accumulate", type=int, default=1, help="batches per step")
+    parser.add_argument("--all-reduce", action="store_true", help="upper_bound.py")
+    parser.add_argument("--accumulate", type=int, default=1, help="upper_bound.py: batches a step")
+    parser.set_defaults(lr=0.01, momentum=0.9, seed=42)
     return parser.parse_args()
 
 

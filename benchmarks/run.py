@@ -27,6 +27,7 @@ import re
 import signal
 import socket
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
@@ -36,12 +37,13 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-sys.path.append(str(ROOT / "tests"))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import report  # noqa: E402
 import torch  # noqa: E402
-from helpers.files import idx_files  # noqa: E402
 from helpers.jobs import ALONE, Job  # noqa: E402
+
+from common.data import make_digits  # noqa: E402
 
 EPOCH = re.compile(r"^Epoch \d+ \|.* Accuracy: \d+/\d+ \((\S+)%\) \| (\d+) samples/s$", re.M)
 # The user's settings that would decide for the contestants: unset for them.
@@ -149,6 +151,20 @@ def beside(folder: Path) -> list[Case]:
     return cases
 
 
+def make_data(folder: Path, samples: int) -> Path:
+    """Files of Fashion-MNIST's format, of the digits that our scripts draw; 2,000 to test on."""
+    raw = folder / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True, exist_ok=True)
+    for part, count, seed in (("train", samples, 0), ("t10k", 2_000, 1)):
+        digits = make_digits(count, seed)
+        header = struct.pack(">IIII", 0x803, count, 28, 28)
+        (raw / f"{part}-images-idx3-ubyte").write_bytes(header + digits.images.numpy().tobytes())
+        header = struct.pack(">II", 0x801, count)
+        labels = digits.targets.to(torch.uint8).numpy().tobytes()
+        (raw / f"{part}-labels-idx1-ubyte").write_bytes(header + labels)
+    return folder
+
+
 def environment(contestant: Contestant, case: Case) -> dict[str, str]:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -241,7 +257,6 @@ def machine() -> dict[str, str]:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cases", nargs="+", metavar="NAME", default=["*"], help="only these")
-    parser.add_argument("--rounds", type=int, help="instead of each case's own number")
     parser.add_argument("--seconds", type=float, default=5, help="of a run, after warm-up")
     parser.add_argument("--before", type=Path, help="folder of another version to run beside")
     parser.add_argument("--out", type=Path, help="folder for what is written")
@@ -256,8 +271,6 @@ def main() -> None:
     cases = [c for c in every if any(fnmatch.fnmatch(c.key, name) for name in args.cases)]
     if not cases:
         sys.exit(f"no such case; there are {', '.join(case.key for case in every)}")
-    if args.rounds:
-        cases = [replace(case, rounds=args.rounds, more_rounds=0) for case in cases]
     out = args.out or (None if args.before or cases != every else HERE)
     start = time.monotonic()
     result = {"machine": machine(), "seconds": args.seconds, "records": []}
@@ -265,7 +278,7 @@ def main() -> None:
         for number, case in enumerate(cases, start=1):
             minutes = (time.monotonic() - start) / 60
             print(f"[{number} of {len(cases)}, {minutes:.0f} minutes] {case.key}", flush=True)
-            data = idx_files(Path(folder, str(case.samples)), case.samples, 2_000)
+            data = make_data(Path(folder, str(case.samples)), case.samples)
             result["records"] += run_case(case, data, args.seconds)
     result["minutes"] = (time.monotonic() - start) / 60
     print("\n".join([*report.rates(result), *report.targets(result)]))

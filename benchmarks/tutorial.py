@@ -2,7 +2,6 @@
 
     python tutorial.py EPOCHS --data-dir DIR                      one process, no DDP
     python tutorial.py EPOCHS --data-dir DIR --nproc-per-node 2   mp.spawn, DistributedSampler, DDP
-    torchrun ... tutorial.py EPOCHS --data-dir DIR                the ranks from the environment
 
 After https://docs.pytorch.org/tutorials/beginner/ddp_series_intro.html, on a CPU too.
 """
@@ -10,7 +9,6 @@ After https://docs.pytorch.org/tutorials/beginner/ddp_series_intro.html, on a CP
 import argparse
 import os
 import time
-from collections.abc import Callable
 
 import peer
 import torch
@@ -30,9 +28,7 @@ def ddp_setup(rank: int, world_size: int, device: str) -> None:
     dist.init_process_group(backend, rank=rank, world_size=world_size)
 
 
-def prepare_dataloader(
-    dataset: Dataset, collate: Callable | None, args: argparse.Namespace
-) -> DataLoader:
+def prepare_dataloader(dataset: Dataset, collate: object, args: argparse.Namespace) -> DataLoader:
     sampler = DistributedSampler(dataset, seed=args.seed) if dist.is_initialized() else None
     return DataLoader(
         dataset,
@@ -94,9 +90,7 @@ def main(rank: int, world_size: int, args: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     args = peer.parse_args()
-    if "RANK" in os.environ:
-        main(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), args)
-    elif args.nproc_per_node > 1:
+    if args.nproc_per_node > 1:
         mp.spawn(main, (args.nproc_per_node, args), args.nproc_per_node)
     else:
         main(0, 1, args)

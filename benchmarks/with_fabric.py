@@ -1,12 +1,10 @@
 """The same training with Lightning Fabric, as its documentation shows it.
 
     python with_fabric.py EPOCHS --data-dir DIR --nproc-per-node 2      Fabric starts the processes
-    torchrun ... with_fabric.py EPOCHS --data-dir DIR --nproc-per-node 1
 
 After https://lightning.ai/docs/fabric/stable/fundamentals/convert.html
 """
 
-import os
 import time
 
 import peer
@@ -20,13 +18,8 @@ from common.model import build_model
 
 def main() -> None:
     args = peer.parse_args()
-    nodes = int(os.environ.get("GROUP_WORLD_SIZE", 1))  # torchrun's name for the number of hosts
-    fabric = Fabric(
-        accelerator=args.device,
-        devices=args.nproc_per_node,
-        num_nodes=nodes,
-        strategy="ddp" if nodes * args.nproc_per_node > 1 else "auto",
-    )
+    strategy = "ddp" if args.nproc_per_node > 1 else "auto"
+    fabric = Fabric(accelerator=args.device, devices=args.nproc_per_node, strategy=strategy)
     fabric.launch()
     fabric.seed_everything(args.seed, verbose=False)
     train_set, test_set, collate = peer.load_data(args)
