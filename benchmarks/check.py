@@ -56,9 +56,9 @@ def check(trainer: Any, total_epochs: int) -> int:
     """In place of `Trainer.train`: time the parts of a step. Rank 0 prints what follows from them.
 
     All ranks must call this. It takes some ten seconds, or about twenty steps where these are slow.
-    It uses the trainer's `model` (DDP), `optimizer`, `train_data` (yields (source, targets)), `args`
-    and `_run_batch(source, targets, size)`, where `size` is that of the global batch. Gradients and
-    BatchNorm's statistics change; weights do not.
+    It uses the trainer's `model` (DDP), `optimizer`, `train_data` (which yields (source, targets)),
+    `args` and `_run_batch(source, targets, size)`, where `size` is that of the global batch. The
+    gradients change, and BatchNorm's statistics; the weights do not.
 
     Raises:
         SystemExit: there is no DDP, or a sum that an all-reduce has made is wrong.
