@@ -1,183 +1,140 @@
-"""README's commands, as written, and what it names. Its two set-up commands are run by .ci/run."""
+"""README, its Chinese version, docs/steps.md and docs/reference.md fit the scripts and the tests.
 
+.ci/run runs README's two set-up commands.
+"""
+
+import difflib
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from helpers.jobs import ROOT, SCRIPTS, epochs
+from torch.distributed.run import get_args_parser
 
-README = (ROOT / "README.md").read_text()
-GUARANTEES = (ROOT / "docs" / "guarantees.md").read_text()
-
-
-@pytest.fixture(scope="module")
-def clone(tmp_path_factory):
-    """The repository's scripts, with a tenth of the digits: it is the commands that matter here."""
-    folder = tmp_path_factory.mktemp("clone")
-    for script in SCRIPTS:
-        shutil.copy(ROOT / script, folder)
-    shutil.copytree(ROOT / "common", folder / "common")
-    data = folder / "common" / "data.py"
-    text = data.read_text()
-    assert text.count("make_digits(12_000, seed=0)") == 1
-    data.write_text(text.replace("make_digits(12_000, seed=0)", "make_digits(1_200, seed=0)"))
-    return folder
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")])
+README, CHINESE = ((ROOT / name).read_text() for name in ("README.md", "README.zh-CN.md"))
+STEPS = (ROOT / "docs" / "steps.md").read_text()
+REFERENCE = (ROOT / "docs" / "reference.md").read_text()
+FENCE = re.compile(r"^```.*?^```$", re.M | re.S)
 
 
-def shell(command: str, folder: Path) -> str:
+@pytest.fixture
+def shell(tmp_path):
+    """shell(command) -> its output, in a folder with the scripts."""
+    for name in ("common", "docs", *SCRIPTS):
+        (tmp_path / name).symlink_to(ROOT / name)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-ec", command],
-        cwd=folder,
-        env={"OMP_NUM_THREADS": "1", **os.environ, "PATH": path},  # tests run side by side
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    env = {"OMP_NUM_THREADS": "1", **os.environ, "PATH": path}
+
+    def shell(command: str) -> str:
+        command = ["bash", "-ec", command]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return shell
 
 
-def test_there_are_two_set_up_commands():
-    commands = re.findall(r"^python3 -m venv .venv && .*$", README, re.M)
-    assert [command.split(" && ")[-1] for command in commands] == [
-        ".venv/bin/python ddp_spawn.py 50 10",
-        ".venv/bin/pytest",
-    ]
+def table(text: str, header: str) -> list[list[str]]:
+    """The cells of a table's rows, without its header."""
+    (rows,) = re.findall(rf"^\| {header} \|.*\n\|[- |]*\n((?:\|.*\n)+)", text, re.M)
+    return [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows.splitlines()]
 
 
-def blocks(section: str) -> list[list[str]]:
-    """The commands of a section, block by block."""
-    (text,) = re.findall(rf"^## {re.escape(section)}\n(.*?)(?=^## |\Z)", README, re.M | re.S)
-    return [block.splitlines() for block in re.findall(r"```bash\n(.*?)```", text, re.S)]
-
-
-def test_what_copying_it_prints(clone):
-    """The lines that README shows, but for the numbers, which are of another machine."""
-    (copy,) = blocks("Copy this")
-    assert copy[-1] == "torchrun --nproc_per_node=gpu ddp_torchrun.py"
-    output = shell(copy[-1].replace("=gpu", "=2") + " 1 --device cpu", clone)
-
-    def lines(text: str) -> list[str]:
-        return sorted(re.sub(r"\d+(\.\d+)?", "N", line) for line in text.splitlines())
-
+def test_what_the_first_command_prints(fork, fashion):
+    """The lines that README shows, but for the numbers."""
+    output = fork("ddp_spawn.py", 1, *fashion(100, 10))
     (shown,) = re.findall(r"```text\n(.*?)```", README, re.S)
-    assert len(shown.splitlines()) == 6 and {*lines(shown)} <= {*lines(output)}
+    shown, printed = (sorted(re.sub(r"\d+(\.\d+)?", "N", t).splitlines()) for t in (shown, output))
+    assert len(shown) == 6 and {*shown} <= {*printed}
 
 
 @pytest.mark.slow("real command lines, one after the other")
-def test_a_run_and_a_resumed_one(clone):
-    (commands,) = blocks("A resumed run")
-    outputs = [shell(command, clone) for command in commands]
-    assert [len(epochs(output)) for output in outputs] == [3, 1]
-
-
-@pytest.mark.slow("real command lines, one after the other")
-def test_the_commands_for_torchrun(clone):
-    (commands,) = blocks("torchrun")
-    outputs = [shell(command, clone) for command in commands if not command.startswith("export ")]
-    assert [len(epochs(output)) for output in outputs] == [5, 2, 1, 1]
-
-
-@pytest.mark.slow("real command lines, one after the other")
-def test_the_launch_lines_of_the_table(clone):
-    commands = re.findall(r"\| `((?:python|torchrun) [^`]*) 50 10` \|", README)
-    first, second = (command for command in commands if "--nnodes=" in command)
+def test_the_commands_run(shell, tmp_path):
+    commands = [row[1].strip("`").removesuffix(" 50 10") for row in table(README, "you have")]
+    first, second = (command for command in commands if "--node_rank" in command)
     assert second == first.replace("--node_rank=0", "--node_rank=1")  # test_torchrun.py runs these
-    commands = [command for command in commands if command not in (first, second)]
+    commands = [c for c in commands if "--node_rank" not in c and "sbatch" not in c]
     assert [re.search(r"\w+\.py", command)[0] for command in commands] == list(SCRIPTS)
     for command in commands:
         command = command.replace("=gpu", "=2")  # as README says for a CPU
-        command = re.sub(
-            r"tcp://.*--world-size 2", f"file://{clone}/store --rank 0 --world-size 1", command
-        )
-        assert len(epochs(shell(f"{command} 1 1", clone))) == 1
+        alone = f"file://{tmp_path}/store --rank 0 --world-size 1"
+        command = re.sub(r"tcp://.*--world-size 2", alone, command)
+        assert len(epochs(shell(f"{command} 1 1"))) == 1
+    resumed, restarted = re.findall(r"```bash\n(.*?)```", REFERENCE, re.S)
+    assert [line["epoch"] for line in epochs(shell(resumed))] == [0, 1, 2, 3]
+    assert [line["epoch"] for line in epochs(shell(restarted))] == [4, 5]
+    (command,) = re.findall(r"`(torchrun [^`]*docs/step.py)`", README)
+    shell(f"{command} step.svg")
+    labels = re.findall(r">([\w ]+)</text>", (tmp_path / "step.svg").read_text())
+    assert labels.count("backward") == 3 and "bucket 1" in labels  # two bars and the legend
 
 
-def test_the_numbers_of_batches_and_steps():
-    rows = re.findall(r"^\| (\d+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|", README, re.M)
-    assert len(rows) == 3
-    for processes, batch_size, accumulate, global_batch, steps in (map(int, row) for row in rows):
-        assert processes * batch_size * accumulate == global_batch
-        assert -(-12_000 // global_batch) == steps
-
-
-def test_the_files_that_it_names_are_there():
-    names = re.findall(r"`(tests/[\w/]+\.py|\w+\.py|common/)`", README + GUARANTEES)
-    for name in (name for name in names if name != "train.py"):
-        assert (ROOT / name).exists(), name
-    for name in re.findall(r"\]\(([\w/.-]+)[)#]", README):
-        assert (ROOT / name).exists(), name
-    tests = re.findall(r"`(tests/\w+\.py)::(\w+)`", GUARANTEES)
-    assert len(tests) > 10
-    for file, test in tests:
-        assert f"\ndef {test}(" in (ROOT / file).read_text(), test
-
-
-def test_readmes_command_shows_each_guarantee():
-    """Of the tests that a row names, it runs at least one."""
-    quick = ["-m", "not slow and not gpu", "-n", "0", "--collect-only", "--quiet", "tests"]
-    collect = [sys.executable, "-m", "pytest", *quick]
-    done = subprocess.run(collect, cwd=ROOT, capture_output=True, text=True, check=True)
-    quick = {line.partition("[")[0] for line in done.stdout.splitlines() if "::" in line}
-    (rows,) = re.findall(r"^\| \| shown by \|\n\|[- |]*\n((?:\|.*\n)+)", GUARANTEES, re.M)
-    assert len(rows.splitlines()) == 8 and len(quick) > 100
-    for row in rows.splitlines():
-        named = re.findall(r"`(tests/\w+\.py::\w+)`", row)
-        assert not quick.isdisjoint(named), row
-
-
-@pytest.fixture(scope="module")
-def torchruns_options(clone):
-    return shell("torchrun --help", clone)
+def test_the_lines_that_steps_quotes_are_in_the_diffs():
+    sections = re.split(r"^## ", STEPS, flags=re.M)[1:]
+    assert len(sections) == len(SCRIPTS) - 1
+    for section in sections:
+        scripts = re.findall(r"`(\w+\.py)`", section.splitlines()[0])
+        old, new = ((ROOT / script).read_text().splitlines() for script in scripts)
+        changes = {line[:1] + line[1:].strip() for line in difflib.unified_diff(old, new, n=0)}
+        quoted = "".join(re.findall(r"```diff\n(.*?)```", section, re.S)).splitlines()
+        assert len(quoted) > 3
+        assert not [line for line in quoted if line[:1] + line[1:].strip() not in changes]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_docstrings_name_options_that_exist(clone, torchruns_options, script):
-    text = (ROOT / script).read_text().split('"""')[1]
-    known = shell(f"python {script} --help", clone) + torchruns_options
-    for option in re.findall(r"(--[a-z][a-z_-]+)", text):
-        assert option in known, option
-    assert f"python {script}" in text
+def test_the_options_of_reference_and_of_the_docstring(script):
+    _, docstring, code = (ROOT / script).read_text().split('"""', 2)
+    has = {*re.findall(r'add\("([\w-]+)"', code)} - {"--local-rank"}  # which is hidden
+    listed = set()
+    for options, *_, scripts in table(REFERENCE, "option"):
+        named = re.findall(r"`(\w+\.py)`", scripts)
+        if (script in named) != ("all" in scripts):
+            listed.update(re.findall(r"`([\w-]+)`", options))
+    assert listed == has
+    torchruns = {o for action in get_args_parser()._actions for o in action.option_strings}
+    assert {*re.findall(r"--[a-z][\w-]+", docstring)} <= has | torchruns | {"--help"}
 
 
-def kept(text: str) -> list:
-    """What a translation leaves as it is. Words may change places, within a section or a cell."""
-    spans = [" ".join(span.split()) for span in re.findall(r"`[^`]+`", text)]
-    text = text.replace(".zh-CN.md", ".md")  # a page that is translated, too
-    text = re.sub(r"\]\(#[^)]*\)", "](#)", text)  # headings are translated
-    links = re.findall(r"(!?)\[[^]]*\]\(([^)]*)\)", text)
-    numbers = re.findall(r"\d+(?:[.,]\d+)*%?", re.sub(r"`[^`]+`|\]\([^)]*\)", "", text))
-    return [sorted(spans), sorted(links), sorted(numbers), text.count("<block>")]
+def test_every_promise_names_tests_that_exist():
+    rows = table(REFERENCE, "promise")
+    assert len(rows) > 8
+    for promise, shown in rows:
+        named = re.findall(r"`(tests/\w+\.py)::(\w+)`", shown)
+        assert named, promise
+        for file, name in named:
+            assert f"\ndef {name}(" in (ROOT / file).read_text(), name
 
 
-@pytest.mark.parametrize("name", ["README.md", "README.zh-CN.md"])
-def test_its_own_anchors_lead_to_headings(name):
-    text = (ROOT / name).read_text()
-    headings = [line.lower().replace(" ", "-") for line in re.findall(r"^## (.*)$", text, re.M)]
-    anchors = re.findall(r"\]\(#([^)]*)\)", text)
-    assert len(anchors) == 6 and {*anchors} <= {*headings}
+def slugs(page: Path) -> set[str]:
+    """What a page's headings are called in a link."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text()), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_chinese_readme_has_the_same_commands_and_tables():
-    chinese = (ROOT / "README.zh-CN.md").read_text()
-    blocks, sections = [], []
-    for text, link in ((README, "[中文](README.zh-CN.md)"), (chinese, "[English](README.md)")):
-        assert re.match(rf"# .*\n\n{re.escape(link)}\n\n", text)
-        fence = re.compile(r"^```.*?^```$", re.M | re.S)
-        blocks.append(fence.findall(text))
-        prose = fence.sub("<block>", text.replace(link, "", 1))
-        sections.append(re.split(r"^(?=#+ )", prose, flags=re.M))
-    assert blocks[0] == blocks[1]
-    levels = [[re.match("#*", section)[0] for section in side] for side in sections]
-    assert levels[0] == levels[1]
-    for pair in zip(*sections, strict=True):
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\((?!https?://)([^)\s]+)\)", FENCE.sub("", page.read_text())):
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), link
+        assert not anchor or anchor in slugs(target), link
+
+
+def kept(section: str) -> list:
+    """What a translation leaves as it is, in any order."""
+    section = section.replace(".zh-CN.md", ".md")
+    links = re.findall(r"\]\(([^)]*)\)", section)
+    words = re.findall(r"`[^`]+`", section)
+    numbers = re.findall(r"\d+(?:[.,]\d+)*%?", re.sub(r"`[^`]+`|\]\([^)]*\)", "", section))
+    return [sorted(links), sorted(words), sorted(numbers)]
+
+
+def test_the_chinese_readme_has_the_same_commands_links_and_numbers():
+    assert FENCE.findall(README) == FENCE.findall(CHINESE)
+    english, chinese = (re.split(r"^## ", FENCE.sub("", t), flags=re.M) for t in (README, CHINESE))
+    for pair in zip(english[1:], chinese[1:], strict=True):
         assert kept(pair[0]) == kept(pair[1])
-        tables = [re.findall(r"(?:^\|.*\n)+", section, re.M) for section in pair]
-        cells = [[[line.split("|") for line in t.splitlines()] for t in side] for side in tables]
-        kept_cells = [[[list(map(kept, row)) for row in t] for t in side] for side in cells]
-        assert kept_cells[0] == kept_cells[1]
