@@ -1,16 +1,18 @@
-"""Every option of every script: refused below its range, and in force.
+"""Each option is in force in each script that has it, and a number below its range is refused.
 
-An option without a row in one of the two tables fails.
+OPTIONS is the table. A new option is a row there, for example
+
+    Row("--label-smoothing", (0.0, 0.5)),
+
+where the two values must give different losses, and the same ones in each of the scripts.
 """
 
 import argparse
 import os
-import re
 import runpy
 import signal
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -18,286 +20,262 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from helpers.jobs import ROOT, SCRIPTS
-from helpers.parts import inner, set_up
+from helpers.jobs import ROOT, SCRIPTS, epochs, losses
+from helpers.parts import Made, every_script, inner, made, set_up
 
 from common.data import make_digits
 
-DDP, ELASTIC, NODES = SCRIPTS[2:], SCRIPTS[3:4], SCRIPTS[4:]
-BY_HAND = ("--init-method", "tcp://10.0.0.1:1000")
+SINGLE, PARALLEL, SPAWN, TORCHRUN, NODES = ((script,) for script in SCRIPTS)
+DDP = SPAWN + TORCHRUN + NODES
+ALONE = ("--init-method", "tcp://10.0.0.1:1000", "--no-cuda")
 
 
 class Tools(NamedTuple):
-    """What it takes to see an option in force."""
-
-    script: str
     make: Callable
     parse: Callable
     patch: pytest.MonkeyPatch
     capsys: pytest.CaptureFixture
 
-    def trainer(self, *arguments: object) -> object:
-        return self.make(self.script, *arguments)[1]
-
 
 @pytest.fixture
 def tools(make, parse, monkeypatch, capsys):
-    return lambda script: Tools(script, make, parse, monkeypatch, capsys)
+    return Tools(make, parse, monkeypatch, capsys)
 
 
-# --- numbers: what shows them, given the command line ---------------------------------------------
+# --- looks: what is seen of a script that is given options ----------------------------------------
 
 
-def total_epochs(tools: Tools, *arguments: object) -> int:
-    tools.trainer(*arguments)
-    return tools.make.total_epochs
+def trained(tools: Tools, script: str, *options: object) -> SimpleNamespace:
+    """What it trains and prints; without dropout that is the same in all scripts."""
+    job = SimpleNamespace(batches=[], test_batches=[], types=set(), compiled=False, log_dir=None)
+    files, kernels, join = {*os.listdir()}, [], dist.init_process_group
 
+    def joining(*given: object, **named: object) -> None:
+        kernels.append(torch.are_deterministic_algorithms_enabled())
+        join(*given, **named)
 
-def save_every(tools: Tools, *arguments: object) -> int:
-    trainer, saved = tools.trainer(*arguments), []
-    trainer._save_snapshot = lambda: saved.append(trainer.epoch)
-    trainer.train(5)
-    return saved[0]
+    def compile(forward: Callable, **_: object) -> Callable:
+        def compiled(*inputs: object) -> object:
+            job.compiled = True
+            return forward(*inputs)
 
+        return compiled
 
-def batch_size(tools: Tools, *arguments: object) -> int:
-    return len(next(iter(tools.trainer(*arguments).train_data))[1])
+    def writer(log_dir: str, **_: object) -> SimpleNamespace:
+        job.log_dir = log_dir
+        return SimpleNamespace(add_scalar=lambda *_: None, flush=lambda: None)
 
+    def look(model: torch.nn.Module, inputs: tuple, output: torch.Tensor) -> None:
+        (job.batches if model.training else job.test_batches).append(len(inputs[0]))
+        job.types.add(str(output.dtype))
 
-def test_batch_size(tools: Tools, *arguments: object) -> int:
-    return len(next(iter(tools.trainer(*arguments).test_data))[1])
-
-
-test_batch_size.__test__ = False  # the option's name
-
-
-def lr(tools: Tools, *arguments: object) -> float:
-    return tools.trainer(*arguments).optimizer.param_groups[0]["lr"]
-
-
-def momentum(tools: Tools, *arguments: object) -> float:
-    return tools.trainer(*arguments).optimizer.param_groups[0]["momentum"]
-
-
-def seed(tools: Tools, *arguments: object) -> int:
-    return tools.trainer(*arguments).train_data.batch_sampler.seed
-
-
-def log_interval(tools: Tools, *arguments: object) -> int:
-    trainer = tools.trainer(*arguments, "--batch-size", 5)
-    tools.capsys.readouterr()
-    trainer._run_epoch(0)
-    steps = re.findall(r"\| Step (\d+) \|", tools.capsys.readouterr().out)
-    return int(steps[0]) if steps else 0
-
-
-def num_workers(tools: Tools, *arguments: object) -> int:
-    trainer = tools.trainer(*arguments)
-    assert trainer.train_data.num_workers == trainer.test_data.num_workers
-    return trainer.train_data.num_workers
-
-
-def joined(tools: Tools, *arguments: object) -> dict:
-    """What init_process_group is given, in the last process of a call."""
-    module, args = tools.parse(tools.script, *arguments)
-    given = {}
     with tools.patch.context() as patch:
-        patch.setattr(dist, "init_process_group", lambda *_, **kwargs: given.update(kwargs))
-        patch.setattr(dist, "get_backend", lambda: "gloo")
-        patch.setattr(torch, "set_num_threads", lambda _: None)
-        patch.setattr(module, "open_store", lambda args: None, raising=False)
-        set_up(module, args)
-    return given
+        patch.setattr(dist, "init_process_group", joining)
+        patch.setattr(torch, "compile", compile)
+        tensorboard = SimpleNamespace(SummaryWriter=writer)
+        patch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
+        patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # --deterministic would leave it
+        trainer = tools.make(script, "--batch-size", 8, "--log-interval", 1, *options)[1]
+        kernels.append(torch.are_deterministic_algorithms_enabled())
+        torch.use_deterministic_algorithms(False)
+        patch.setattr(torch.nn.Dropout, "forward", lambda _, inputs: inputs)
+        inner(trainer).register_forward_hook(look)
+        tools.capsys.readouterr()
+        trainer.train(tools.make.total_epochs)
+    text = tools.capsys.readouterr().out
+    results = [line[name] for line in epochs(text) for name in ("train_loss", "test_loss")]
+    job.losses = losses(text) + results
+    job.epochs = [line["epoch"] for line in epochs(text)]
+    job.steps = [int(line.split()[4]) for line in text.splitlines() if "| Step " in line]
+    job.saved = [int(line.split()[1]) for line in text.splitlines() if "saved at" in line]
+    job.files = [name for name in os.listdir() if name not in files and "output" not in name]
+    job.model = type(inner(trainer)).__name__
+    job.asked = getattr(tools.make, "asked", None)
+    job.deterministic = all(kernels)  # before the group chooses its own, too
+    loaders = (trainer.train_data, trainer.test_data)
+    job.workers = [len(getattr(loader._iterator, "_workers", ())) for loader in loaders]
+    return job
 
 
-def timeout(tools: Tools, *arguments: object) -> float:
-    return joined(tools, *arguments)["timeout"].total_seconds()
+def two_gpus(patch: pytest.MonkeyPatch) -> None:
+    cuda = lambda check_available=False: torch.device("cuda")  # noqa: E731
+    patch.setattr(torch.accelerator, "current_accelerator", cuda)
+    patch.setattr(torch.accelerator, "device_count", lambda: 2)
+    patch.setattr(torch.accelerator, "set_device_index", lambda _: None)
 
 
-def accumulate(tools: Tools, *arguments: object) -> int:
-    trainer, calls = tools.trainer(*arguments), []
-    inner(trainer).register_forward_pre_hook(lambda module, _: calls.append(module))
-    trainer._run_batch(*make_digits(20, 0).__getitems__(range(20)), 20)
-    return len(calls)
+def joined(tools: Tools, script: str, *options: object) -> SimpleNamespace:
+    """On a machine with two GPUs: its device, and what it gives init_process_group()."""
+    job = SimpleNamespace()
+    two_gpus(tools.patch)
+    tools.patch.setattr(torch, "set_num_threads", lambda _: None)
+    tools.patch.setattr(dist, "is_backend_available", lambda _: True)
+    tools.patch.setattr(dist, "get_backend", lambda: "any")
+    tools.patch.setattr(
+        dist,
+        "init_process_group",
+        lambda backend, **given: vars(job).update(given, backend=backend),
+    )
+    module, args = tools.parse(script, *options)
+    tools.patch.setattr(module, "open_store", lambda _: None, raising=False)
+    if script in DDP:
+        job.device = set_up(module, args)
+        return job
+    tools.patch.setattr(module, "load_train_objs", lambda _, device: made(vars(job), device))
+    with pytest.raises(Made):
+        module.main(args)
+    (job.device,) = job.trainer
+    return job
 
 
-def nproc_per_node(tools: Tools, *arguments: object) -> int:
-    """What mp.spawn is asked for by the script's last lines."""
-    asked, done = [], SimpleNamespace(join=lambda **_: True)
-    tools.parse(tools.script, *arguments)
+def started(tools: Tools, script: str, *options: object) -> SimpleNamespace:
+    """What its last lines do."""
+    job = SimpleNamespace()
 
-    def load_dataset(*given: object) -> tuple:
-        tools.make.asked = given
+    def load_dataset(*asked: object) -> tuple:
+        job.asked = asked
         return make_digits(40, 0), make_digits(10, 1)
 
+    def spawn(_: Callable, given: tuple, processes: int, join: bool) -> SimpleNamespace:
+        job.processes = processes
+        return SimpleNamespace(join=lambda **_: True)
+
+    tools.parse(script, *options)
+    tools.patch.setattr(mp, "spawn", spawn)
+    tools.patch.setattr(signal, "signal", lambda *_: None)
+    tools.patch.setattr("common.data.load_dataset", load_dataset)
+    runpy.run_path(str(ROOT / script), run_name="__main__")
+    return job
+
+
+def loaded(tools: Tools, script: str, *options: object) -> SimpleNamespace:
+    """What load_dataset() is asked for: by ddp_spawn.py's parent."""
+    return (started if script in SPAWN else trained)(tools, script, *options)
+
+
+def converted(tools: Tools, script: str, *options: object) -> bool:
+    """Whether SyncBatchNorm takes the model. It refuses a CPU, which is put in after that."""
     with tools.patch.context() as patch:
-        patch.setattr(mp, "spawn", lambda _, __, count, join: asked.append(count) or done)
-        patch.setattr(signal, "signal", lambda *_: None)
-        patch.setattr("common.data.load_dataset", load_dataset)
-        runpy.run_path(str(ROOT / tools.script), run_name="__main__")
-    return asked[0]
+        two_gpus(patch)
+        module, args = tools.parse(script, *options)
+    args.device, models = "cpu", []
+    with tools.patch.context() as patch:
+        patch.setattr(module, "parse_args", lambda: args)
+        patch.setattr(
+            torch.nn.SyncBatchNorm,
+            "convert_sync_batchnorm",
+            lambda model: models.append(model) or model,
+        )
+        return models == [inner(tools.make(script)[1])]
 
 
-def rank(tools: Tools, *arguments: object) -> int:
-    return joined(tools, *BY_HAND, "--world-size", 9, *arguments)["rank"]
+def store(tools: Tools, script: str, *options: object) -> str:
+    module, args = tools.parse(script, *options)
+    tools.patch.setattr(dist, "TCPStore", lambda host, port, **_: f"tcp://{host}:{port}")
+    return module.open_store(args)
 
 
-def world_size(tools: Tools, *arguments: object) -> int:
-    return joined(tools, *BY_HAND, "--rank", 0, *arguments)["world_size"]
+# --- the table ------------------------------------------------------------------------------------
 
 
-class Number(NamedTuple):
-    """A numeric option: what shows it, its smallest value, and two values that it may have."""
+def the_losses(job: SimpleNamespace) -> list[float]:
+    return job.losses
 
-    seen: Callable
-    low: int
-    values: tuple[float, float]
+
+class Row(NamedTuple):
+    """An option and two of its values: of a number the smallest first, of a switch False and True.
+
+    `look` sees the script with a value, and `seen` picks what must be `expected`, which is the
+    value itself unless it is given. Losses must be those of another script.
+    """
+
+    option: str
+    values: tuple
+    seen: Callable = the_losses
+    expected: tuple = ()
+    look: Callable = trained
     scripts: tuple[str, ...] = SCRIPTS
+    beside: tuple = ()
+
+    def words(self, value: object) -> tuple:
+        if self.option in ("total_epochs", "save_every"):
+            return (value,) if self.option == "total_epochs" else (5, value)
+        if isinstance(value, bool):
+            return (1, *self.beside, *([self.option] if value else []))
+        return (1, *self.beside, self.option, value)
 
 
-NUMBERS = {
-    "total_epochs": Number(total_epochs, 1, (3, 4)),
-    "save_every": Number(save_every, 1, (2, 3)),
-    "batch_size": Number(batch_size, 1, (8, 5)),
-    "test_batch_size": Number(test_batch_size, 1, (5, 2)),
-    "lr": Number(lr, 0, (0.5, 0.25)),
-    "momentum": Number(momentum, 0, (0.5, 0.25)),
-    "seed": Number(seed, 0, (7, 8)),
-    "log_interval": Number(log_interval, 0, (2, 3)),
-    "num_workers": Number(num_workers, 0, (1, 2)),
-    "timeout": Number(timeout, 1, (77, 78), scripts=DDP),
-    "accumulate": Number(accumulate, 1, (2, 4), scripts=ELASTIC),
-    "nproc_per_node": Number(nproc_per_node, 1, (3, 4), scripts=("ddp_spawn.py", "multinode.py")),
-    "rank": Number(rank, 0, (3, 4), scripts=NODES),
-    "world_size": Number(world_size, 1, (3, 4), scripts=NODES),
-    "epochs": Number(total_epochs, 1, (3, 4), scripts=NODES),
-}
-EACH = [(script, name) for name, number in NUMBERS.items() for script in number.scripts]
-
-
-def given(name: str, value: float) -> tuple:
-    """The option as one writes it; the two positional ones come in their order."""
-    if name in ("total_epochs", "save_every"):
-        return (value,) if name == "total_epochs" else (5, value)
-    return (f"--{name.replace('_', '-')}", value)
-
-
-@pytest.mark.parametrize(("script", "name"), EACH)
-def test_a_number_is_refused_below_its_range(refuse, script, name):
-    number = NUMBERS[name]
-    message = refuse(script, *given(name, number.low - 1))
-    option = name if name in ("total_epochs", "save_every") else f"--{name.replace('_', '-')}"
-    low = float(number.low) if name in ("lr", "momentum") else number.low
-    assert re.match(rf"argument {option}\b.*: {number.low - 1} is less than {low}$", message), (
-        message
-    )
-
-
-@pytest.mark.parametrize(("script", "name"), EACH)
-def test_a_number_is_in_force(tools, script, name):
-    number = NUMBERS[name]
-    for value in number.values:
-        assert number.seen(tools(script), *given(name, value)) == value
-
-
-# --- all the others -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_data_set_and_folder(tools, script):
-    tools, options = tools(script), ("--dataset", "mnist", "--data-dir", "elsewhere")
-    if script == "ddp_spawn.py":
-        nproc_per_node(tools, *options)
-    else:
-        tools.trainer(*options)
-    assert tools.make.asked == ("mnist", "elsewhere")
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_model(tools, script):
-    tools = tools(script)
-    assert type(inner(tools.trainer("--model", "lenet"))).__name__ == "LeNet"
-    for data_set, model in (("digits", "ConvNet"), ("fashion-mnist", "MLP"), ("cifar10", "LeNet")):
-        assert type(inner(tools.trainer("--dataset", data_set))).__name__ == model
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_snapshot_path(tools, script):
-    tools(script).trainer("--snapshot-path", "own.pt")._save_snapshot()
-    assert "own.pt" in os.listdir() and "checkpoint.pt" not in os.listdir()
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_resume(tools, script):
-    tools = tools(script)
-    trainer = tools.trainer()
-    trainer.epoch = 3
-    trainer._save_snapshot()
-    assert (tools.trainer().epoch, tools.trainer("--resume").epoch) == (0, 3)
-
-
-def test_log_dir(tools):
-    """Rank 0 alone writes."""
-    tools, opened = tools("ddp_torchrun.py"), []
-    writer = SimpleNamespace(SummaryWriter=lambda folder, **_: opened.append(folder))
-    tools.patch.setitem(sys.modules, "torch.utils.tensorboard", writer)
-    tools.trainer("--log-dir", "runs")
-    tools.trainer()
-    tools.patch.setattr(dist, "get_rank", lambda *_: 1)
-    tools.trainer("--log-dir", "runs")
-    assert opened == ["runs"]
-
-
-@pytest.mark.parametrize("script", DDP)
-def test_backend(tools, script):
-    tools, asked = tools(script), []
-    module, args = tools.parse(script, "--backend", "gloo")
-    assert args.backend == "gloo"
-    args.backend = "own"
-    tools.patch.setattr(dist, "init_process_group", lambda name, **_: asked.append(name))
-    tools.patch.setattr(dist, "get_backend", lambda: "own")
-    tools.patch.setattr(dist, "is_backend_available", lambda name: True)
-    set_up(module, args)
-    assert asked == ["own"]
-
-
-def test_sync_bn(tools):
-    """Refused on a CPU, so only what becomes of the model is seen here."""
-    tools, converted = tools("ddp_torchrun.py"), []
-    convert = lambda model: converted.append(model) or model  # noqa: E731
-    tools.patch.setattr(torch.nn.SyncBatchNorm, "convert_sync_batchnorm", convert)
-    module, _ = tools.parse("ddp_torchrun.py")
-    trainer = tools.trainer("--model", "mlp")
-    assert converted == []
-    trainer.args.sync_bn = True
-    objs = (inner(trainer), trainer.train_data, trainer.test_data, trainer.optimizer)
-    module.Trainer(*objs, trainer.schedule, trainer.device, trainer.args)
-    assert converted == [inner(trainer)]
-
-
-@pytest.mark.parametrize(
-    ("script", "arguments"),
-    [
-        *((script, ("--device", "cpu")) for script in SCRIPTS if script != "data_parallel.py"),
-        (NODES[0], ("--no-cuda",)),
-    ],
+F32, BF16, F16 = (["torch.float32"], ["torch.bfloat16"], ["torch.float16"])
+OPTIONS = (
+    Row("total_epochs", (1, 3), lambda job: len(job.epochs)),
+    Row("save_every", (1, 3), lambda job: job.saved, ([0, 1, 2, 3, 4], [2, 4])),
+    Row("--batch-size", (1, 8), lambda job: job.batches[0]),
+    Row("--batch_size", (1, 8), lambda job: job.batches[0]),
+    Row("--test-batch-size", (1, 5), lambda job: job.test_batches[0]),
+    Row("--lr", (0.0, 0.05)),
+    Row("--momentum", (0.0, 0.5)),
+    Row("--dataset", ("digits", "cifar10"), lambda job: job.model, ("ConvNet", "LeNet")),
+    Row("--dataset", ("digits", "mnist"), lambda job: job.asked[0], look=loaded),
+    Row("--data-dir", ("a", "b"), lambda job: job.asked[1], look=loaded),
+    Row("--model", ("mlp", "lenet"), lambda job: job.model, ("MLP", "LeNet")),
+    Row("--seed", (0, 7)),
+    Row("--deterministic", (False, True), lambda job: job.deterministic),
+    Row("--num-workers", (0, 1), lambda job: job.workers, ([0, 0], [1, 1])),
+    Row("--log-interval", (0, 2), lambda job: job.steps, ([], [2, 4])),
+    Row("--snapshot-path", ("a.pt", "b.pt"), lambda job: job.files, (["a.pt"], ["b.pt"])),
+    Row("--resume", (False, True), lambda job: job.epochs, ([0], [])),  # the first one has saved
+    Row("--device", ("cuda", "cpu"), lambda job: job.device.type, (), joined, SINGLE + DDP),
+    Row("--backend", ("nccl", "gloo"), lambda job: job.backend, (), joined, DDP),
+    Row("--timeout", (1, 77), lambda job: job.timeout.total_seconds(), (), joined, DDP),
+    Row("--nproc-per-node", (1, 3), lambda job: job.processes, (), started, SPAWN + NODES),
+    Row("--accumulate", (1, 2), lambda job: len(job.batches) / max(job.steps), scripts=TORCHRUN),
+    Row("--amp", ("off", "bf16"), lambda job: sorted(job.types), (F32, BF16), scripts=TORCHRUN),
+    Row("--amp", ("off", "fp16"), lambda job: sorted(job.types), (F32, F16), scripts=TORCHRUN),
+    Row("--compile", (False, True), lambda job: job.compiled, scripts=TORCHRUN),
+    Row("--sync-bn", (False, True), bool, (), converted, TORCHRUN),
+    Row("--log-dir", ("a", "b"), lambda job: job.log_dir, scripts=TORCHRUN),
+    Row("--rank", (0, 3), lambda job: job.rank, (), joined, NODES, (*ALONE, "--world-size", 9)),
+    Row(
+        "--world-size", (1, 3), lambda job: job.world_size, (), joined, NODES, (*ALONE, "--rank", 0)
+    ),
+    Row("--init-method", ("tcp://10.0.0.1:1", "tcp://10.0.0.2:2"), str, (), store, NODES),
+    Row("--epochs", (1, 3), lambda job: len(job.epochs), scripts=NODES),
+    Row("--no-cuda", (False, True), lambda job: job.device.type, ("cuda", "cpu"), joined, NODES),
 )
-def test_device(parse, monkeypatch, script, arguments):
-    parse(script)
-    monkeypatch.setattr(
-        torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda")
+EACH = [
+    pytest.param(row, script, id=f"{row.option}-{script}")
+    for row in OPTIONS
+    for script in row.scripts
+]
+NUMBERS = [each for each in EACH if type(each.values[0].values[0]) in (int, float)]
+
+
+@pytest.mark.parametrize(("row", "script"), EACH)
+def test_an_option_is_in_force(tools, row, script):
+    def seen(script: str) -> list:
+        return [row.seen(row.look(tools, script, *row.words(value))) for value in row.values]
+
+    ours, (one, other) = seen(script), row.values
+    assert ours[0] != pytest.approx(ours[1], abs=1e-4), (
+        f"{row.option} does nothing in {script}: with {one} and with {other} one sees {ours[0]}"
     )
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    for given, device in (((), "cuda"), (arguments, "cpu")):
-        assert parse(script, *given)[1].device == device
+    expected, where = row.expected or row.values, ""
+    if row.seen is the_losses:
+        another = row.scripts[script == row.scripts[0]]  # the first one, or for that the second
+        expected, where = seen(another), f", but in {another}"
+    for value, mine, right in zip(row.values, ours, expected, strict=True):
+        assert mine == pytest.approx(right, abs=1e-4), (
+            f"{row.option} {value} gives {mine} in {script}{where}, and not {right}"
+        )
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_the_smallest_values_are_taken(parse, script):
-    """A rate of 0, a batch of 1."""
-    options = ("--lr", 0, "--momentum", 0, "--seed", 0, "--batch-size", 1)
-    args = parse(script, 1, 1, *options)[1]
-    assert (args.lr, args.momentum, args.seed, args.batch_size) == (0, 0, 0, 1)
+@pytest.mark.parametrize(("row", "script"), NUMBERS)
+def test_a_number_below_its_range_is_refused(refuse, row, script):
+    low = row.values[0]
+    argument, _, message = refuse(script, *row.words(low - 1)).partition(": ")
+    assert row.option in argument and message == f"{low - 1} is less than {low}", (
+        f"{row.option} {low - 1} in {script}: {argument}: {message}"
+    )
 
 
 def test_local_rank_is_taken_and_ignored(parse):
@@ -306,43 +284,19 @@ def test_local_rank_is_taken_and_ignored(parse):
         parse("ddp_torchrun.py", option)
 
 
-# The option, and the test that fails where it does nothing: none of them is slow.
-OTHERS = {
-    "dataset": "test_options.py::test_data_set_and_folder",
-    "data_dir": "test_options.py::test_data_set_and_folder",
-    "model": "test_options.py::test_model",
-    "deterministic": "test_devices.py::test_deterministic_kernels_are_asked_for",
-    "device": "test_options.py::test_device",
-    "snapshot_path": "test_options.py::test_snapshot_path",
-    "resume": "test_options.py::test_resume",
-    "log_dir": "test_options.py::test_log_dir",
-    "backend": "test_options.py::test_backend",
-    "sync_bn": "test_options.py::test_sync_bn",
-    "amp": "test_steps.py::test_amp_in_training_and_in_evaluation",
-    "compile": "test_steps.py::test_compile_leaves_the_names_of_the_weights",
-    "init_method": "test_multinode.py::test_any_number_of_hosts_does_the_same_job",
-    "no_cuda": "test_options.py::test_device",
-    "local_rank": "test_options.py::test_local_rank_is_taken_and_ignored",
-    "help": "test_readme.py::test_docstrings_name_options_that_exist",
-}
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
+@every_script
 def test_every_option_has_a_row(parse, monkeypatch, script):
     actions = []
 
-    def parse_args(parser):
+    def parse_args(parser: argparse.ArgumentParser) -> None:
         actions.extend(parser._actions)
         raise InterruptedError
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
     with pytest.raises(InterruptedError):
         parse(script)
-    numbers = {name for name, number in NUMBERS.items() if script in number.scripts}
-    assert {action.dest for action in actions if action.type} == numbers
-    others = {action.dest for action in actions} - numbers
-    assert others <= OTHERS.keys(), "add a row for it"
-    for file, test in (OTHERS[name].split("::") for name in others):
-        text = Path(__file__).with_name(file).read_text()
-        assert f"\ndef {test}(" in text
-        assert not re.search(rf"^@pytest.mark.slow\(.*\n(@.*\n)*def {test}\(", text, re.M)
+    rows = {row.option for row in OPTIONS if script in row.scripts}
+    rows |= {"-h", "--help", "--local-rank", "--local_rank"}
+    for action in actions:
+        for option in action.option_strings or [action.dest]:
+            assert option in rows, f"{option} of {script} has no row in OPTIONS"
