@@ -1,5 +1,7 @@
-"""Which device, backend, kernels, threads and network interface a process gets. In the tests' own
-process: the devices are pretended."""
+"""Runs anywhere: the device, the backend, the threads and the network interface of a process.
+
+The devices are pretended; test_gpu.py is for real ones.
+"""
 
 import os
 import sys
@@ -9,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.jobs import SCRIPTS
-from helpers.parts import Made, every_ddp_script, made, set_up
+from helpers.parts import every_ddp_script, set_up
 
 
 def pretend(monkeypatch, type: str, count: int) -> None:
@@ -23,19 +25,20 @@ def pretend(monkeypatch, type: str, count: int) -> None:
     ("script", "nodes"), [(SCRIPTS[2], 1), *((name, n) for name in SCRIPTS[3:] for n in (1, 2))]
 )
 def test_a_process_gets_its_device_its_threads_and_its_interface(
-    parse, monkeypatch, type, script, nodes
+    parse, monkeypatch, capsys, type, script, nodes
 ):
     """The last of two processes a node, which has four devices and eight cores."""
-    options = ("--timeout", 9, *(() if script == "ddp_torchrun.py" else ("--nproc-per-node", 2)))
+    options = () if script == "ddp_torchrun.py" else ("--nproc-per-node", 2)
     if script == "multinode.py":
-        init = ("--init-method", "tcp://127.0.0.1:9")
-        options += (*init, "--rank", nodes - 1, "--world-size", nodes)
+        options += ("--rank", nodes - 1, "--world-size", nodes)
+        options += ("--init-method", "tcp://127.0.0.1:9")
     module, args = parse(script, *options)
-    args.device, given, indices, threads = type, {}, [], []
-    ranks = {"RANK": 2 * nodes - 1, "WORLD_SIZE": 2 * nodes, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}
+    args.device, given, indices, threads = type, {}, [], [8]
+    rank, world_size = 2 * nodes - 1, 2 * nodes
+    ranks = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}
     environment = {name: str(value) for name, value in ranks.items()}
     monkeypatch.setattr(os, "environ", environment)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
     monkeypatch.setattr(torch.accelerator, "set_device_index", indices.append)
@@ -43,13 +46,12 @@ def test_a_process_gets_its_device_its_threads_and_its_interface(
     monkeypatch.setattr(dist, "get_backend", lambda: "any")
     monkeypatch.setattr(module, "open_store", lambda args: None, raising=False)
     device = set_up(module, args, 1)
-    if type == "cuda":
-        assert device == given["device_id"] == torch.device("cuda", 1) and indices == [1]
-    else:
-        assert device == torch.device("cpu") and given["device_id"] is None and indices == []
-    assert threads == [4]
-    assert given["timeout"].seconds == 9 or script == "multinode.py"
-    assert (given["rank"], given["world_size"]) == (2 * nodes - 1, 2 * nodes)
+    assert str(device) == ("cuda:1" if type == "cuda" else "cpu")
+    assert given["device_id"] == (device if type == "cuda" else None)
+    assert indices == ([1] if type == "cuda" else [])
+    assert (given["rank"], given["world_size"]) == (rank, world_size)
+    line = f"[rank {rank} of {world_size}] device {device} | backend any | threads 4\n"
+    assert capsys.readouterr().out == line and threads == [8, 4]
     if script != "multinode.py":  # it listens where its address says
         loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform) if nodes == 1 else None
         assert environment.get("GLOO_SOCKET_IFNAME") == loopback
@@ -57,43 +59,21 @@ def test_a_process_gets_its_device_its_threads_and_its_interface(
 
 
 @every_ddp_script
-def test_deterministic_kernels_come_before_the_process_group(make, monkeypatch, parse, script):
-    module, _ = parse(script)
-    calls, init = [], dist.init_process_group
-    monkeypatch.setattr(module, "use_deterministic_kernels", lambda: calls.append("kernels"))
-    monkeypatch.setattr(
-        dist, "init_process_group", lambda *args, **kw: calls.append("group") or init(*args, **kw)
-    )
-    make(script, "--deterministic")
-    make(script)
-    assert calls == ["kernels", "group", "group"]
-
-
-@pytest.mark.parametrize("script", SCRIPTS[:2])
-def test_deterministic_kernels_are_asked_for(make, monkeypatch, parse, script):
-    module, _ = parse(script)
-    calls = []
-    monkeypatch.setattr(module, "use_deterministic_kernels", lambda: calls.append("kernels"))
-    make(script, "--deterministic")
-    make(script)
-    assert calls == ["kernels"]
-
-
-@every_ddp_script
 @pytest.mark.parametrize("built", [True, False])
 def test_gloo_is_taken_where_nccl_is_not_built(parse, monkeypatch, script, built):
-    """As on Windows with an NVIDIA GPU."""
+    """As on Windows with an NVIDIA GPU. The processes of one node meet without a port."""
     module, args = parse(script)
-    args.device, asked = "cuda", []
-    if script == "ddp_torchrun.py":
-        monkeypatch.setattr(dist, "HashStore", lambda: None)
+    args.device, given = "cuda", {}
     monkeypatch.setattr(dist, "is_backend_available", lambda name: built or name != "nccl")
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: asked.append(backend))
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda backend, **named: given.update(named, backend=backend)
+    )
     monkeypatch.setattr(dist, "get_backend", lambda: "any")
     set_up(module, args)
-    assert asked == ["nccl" if built else "gloo"]
+    assert given["backend"] == ("nccl" if built else "gloo")
+    assert isinstance(given["store"], dist.FileStore | dist.HashStore)
 
 
 @pytest.mark.parametrize("platform", ["linux", "win32"])
@@ -105,53 +85,24 @@ def test_no_libuv_on_windows(parse, monkeypatch, platform):
     assert module.open_store(args).use_libuv == (platform != "win32")
 
 
-@pytest.mark.parametrize(
-    ("script", "store"), [("ddp_spawn.py", dist.FileStore), ("ddp_torchrun.py", dist.HashStore)]
-)
-def test_the_processes_of_one_host_meet_without_a_port(parse, monkeypatch, script, store):
-    module, args = parse(script)
-    given = {}
-    monkeypatch.setattr(dist, "init_process_group", lambda _, **kwargs: given.update(kwargs))
-    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
-    set_up(module, args)
-    assert type(given["store"]) is store
-
-
 @pytest.mark.parametrize("script", ["single_gpu.py", *SCRIPTS[2:]])
 def test_macs_have_no_ddp(parse, monkeypatch, script):
-    parse(script)
     pretend(monkeypatch, "mps", 1)
-    args = parse(script)[1]
-    assert args.device == ("mps" if script == "single_gpu.py" else "cpu")
+    assert parse(script)[1].device == ("mps" if script == "single_gpu.py" else "cpu")
 
 
-def test_the_device_is_the_one_that_was_asked_for(parse, monkeypatch):
-    parse("single_gpu.py")
-    pretend(monkeypatch, "cuda", 2)
-    seen = {}
-    for options, expected in (((), "cuda"), (("--device", "cpu"), "cpu")):
-        module, args = parse("single_gpu.py", *options)
-        monkeypatch.setattr(module, "load_train_objs", lambda args, device: made(seen, device))
-        with pytest.raises(Made):
-            module.main(args)
-        assert seen["trainer"] == (torch.device(expected),)
-
-
-def test_torchrun_may_not_start_more_processes_than_devices(command_line, refuse, monkeypatch):
-    command_line("ddp_torchrun.py")
-    pretend(monkeypatch, "cuda", 2)
-    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "3")):
-        monkeypatch.setenv(name, value)
-    assert "3 processes are more than 2 devices" in refuse("ddp_torchrun.py")
-
-
-@pytest.mark.parametrize("script", ["ddp_spawn.py", "multinode.py"])
+@every_ddp_script
 def test_a_process_for_each_device_and_no_more(parse, refuse, monkeypatch, script):
-    parse(script)
     pretend(monkeypatch, "cuda", 2)
-    assert parse(script)[1].nproc_per_node == 2
-    on_cpu = parse(script, "--device", "cpu")[1].nproc_per_node
-    assert on_cpu == (2 if script == "ddp_spawn.py" else 1)
-    assert parse(script, "--device", "cpu", "--nproc-per-node", 3)[1].nproc_per_node == 3
-    options = ("--rank", 0, "--world-size", 1) if script == "multinode.py" else ()
-    assert "3 processes are more than 2 devices" in refuse(script, *options, "--nproc-per-node", 3)
+    options = ("--nproc-per-node", 3)
+    if script == "multinode.py":
+        options += ("--rank", 0, "--world-size", 1)
+    if script == "ddp_torchrun.py":
+        options = ()
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    else:
+        on_cpu = parse(script, "--device", "cpu")[1].nproc_per_node
+        assert on_cpu == (2 if script == "ddp_spawn.py" else 1)
+        assert parse(script)[1].nproc_per_node == 2
+    assert "3 processes are more than 2 devices" in refuse(script, *options)

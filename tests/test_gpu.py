@@ -1,7 +1,7 @@
 """On accelerators. Run these alone where there are some: pytest -m gpu.
 
-Batches are given so that the global one is about 32 at any number of devices: with those that each
-of eight takes by default, few epochs would be too few steps.
+Batches are such that the global one is about 32 at any number of devices: with those that each of
+eight takes by default, few epochs would be too few steps.
 """
 
 import re
@@ -20,36 +20,37 @@ pytestmark = [
     pytest.mark.skipif(count == 0, reason="no accelerator on this machine"),
 ]
 kind = found.type if found else "cpu"
-each = max(1, 32 // max(1, count))  # of a global batch of about 32
+each = max(1, 32 // max(1, count))
 
 no_ddp = pytest.mark.skipif(kind == "mps", reason="the scripts use no DDP on mps")
 no_deterministic = pytest.mark.skipif(kind == "mps", reason="mps has no deterministic kernels")
 two_devices = pytest.mark.skipif(count < 2, reason="needs two devices")
 
 
-def has_float64() -> bool:
-    if kind == "xpu":
-        return torch.xpu.get_device_properties(0).has_fp64
-    return kind != "mps"
-
-
 @pytest.fixture
 def double() -> dict[str, str]:
-    if not has_float64():
-        pytest.skip("this device has no float64, and in float32 rounding hides what is compared")
+    """In float32 rounding hides what is compared."""
+    if kind == "mps" or (kind == "xpu" and not torch.xpu.get_device_properties(0).has_fp64):
+        pytest.skip("this device has no float64")
     return {"LADDER_DTYPE": "float64"}
 
 
 @pytest.mark.parametrize(
-    "script", ["single_gpu.py", "data_parallel.py", pytest.param("ddp_spawn.py", marks=no_ddp)]
+    ("launch", "batch_size"),
+    [
+        ("single_gpu.py", 32),
+        ("data_parallel.py", 32),
+        pytest.param("ddp_spawn.py", each, marks=no_ddp),
+        pytest.param(TORCHRUN.format(max(1, count)), each, marks=no_ddp),
+    ],
 )
-def test_trains_on_all_devices(run, tmp_path, script):
-    text = run(script, 3, "--batch-size", each if script == "ddp_spawn.py" else 32)
-    assert epochs(text)[-1]["accuracy"] > 97
-    assert "[CPU" not in text
-    if script == "ddp_spawn.py":
+def test_trains_on_all_devices(run, launch, batch_size):
+    text = run(launch, 3, "--batch-size", batch_size)
+    assert epochs(text)[-1]["accuracy"] > 97 and "[CPU" not in text
+    if "ddp" in launch:
         devices = re.findall(r"^\[rank .* device \w+:(\d+) \| backend (\w+)", text, re.M)
-        assert sorted(int(device) for device, _ in devices) == list(range(count))
+        backend = dist.get_default_backend_for_device(kind)  # nccl, xccl ...
+        assert sorted(devices) == [(str(device), backend) for device in range(count)]
 
 
 @no_ddp
@@ -61,50 +62,25 @@ def test_data_parallel_and_ddp_agree_with_one_device(run, tmp_path, fashion, dou
         assert difference(load(tmp_path / "checkpoint.pt"), load(tmp_path / "one.pt")) < 1e-9
 
 
-@no_ddp
 @no_deterministic
-def test_resume_is_exact_with_deterministic_kernels(run, tmp_path):
-    options = ("--batch-size", each, "--deterministic")
-    run("ddp_spawn.py", 2, *options, "--snapshot-path", "whole.pt")
-    run("ddp_spawn.py", 1, *options)
-    run("ddp_spawn.py", 2, *options, "--resume")
-    assert same_bytes(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt"))
-
-
-@no_deterministic
-@two_devices
-def test_data_parallel_resumes_the_dropout_of_every_device(run, tmp_path):
-    options = ("--model", "convnet", "--deterministic")
-    run("data_parallel.py", 2, *options, "--snapshot-path", "whole.pt")
-    run("data_parallel.py", 1, *options)
-    run("data_parallel.py", 2, *options, "--resume")
-    assert same_bytes(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt"))
-
-
-@no_ddp
-def test_more_processes_than_devices_are_refused(run):
-    text = run("ddp_spawn.py", 1, "--nproc-per-node", count + 1, status=2)
-    assert f"are more than {count} devices" in text
-
-
-@no_ddp
-def test_torchrun_takes_the_devices_own_backend_at_one_process(run):
-    text = run(TORCHRUN.format(1), 3)
-    backend = dist.get_default_backend_for_device(kind)  # nccl, xccl ...
-    assert f"| backend {backend} |" in text and epochs(text)[-1]["accuracy"] > 97
-
-
-@no_ddp
-@no_deterministic
-def test_fp16_scales_and_the_scaler_is_resumed(run, tmp_path):
-    options = ("--amp", "fp16", "--deterministic")
-    text = run(TORCHRUN.format(1), 2, *options, "--snapshot-path", "whole.pt")
+@pytest.mark.parametrize(
+    ("launch", "options"),
+    [
+        pytest.param("data_parallel.py", (), marks=two_devices),  # the dropout of each device
+        ("ddp_spawn.py", ("--batch-size", each)),
+        (TORCHRUN.format(1), ("--amp", "fp16")),
+    ],
+)
+def test_resume_is_exact_with_deterministic_kernels(run, tmp_path, launch, options):
+    """And with the scale that fp16 had found."""
+    options += ("--model", "convnet", "--deterministic")
+    text = run(launch, 2, *options, "--snapshot-path", "whole.pt")
     assert epochs(text)[-1]["accuracy"] > 90
-    run(TORCHRUN.format(1), 1, *options)
-    assert load(tmp_path / "checkpoint.pt")["scaler"]["scale"] > 1
-    run(TORCHRUN.format(1), 2, *options, "--resume")
+    run(launch, 1, *options)
+    run(launch, 2, *options, "--resume")
     resumed, whole = load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt")
-    assert resumed["scaler"] == whole["scaler"] and same_bytes(resumed, whole)
+    assert same_bytes(resumed, whole) and resumed.get("scaler") == whole.get("scaler")
+    assert "fp16" not in options or resumed["scaler"]["scale"] > 1
 
 
 @no_ddp
