@@ -1,271 +1,274 @@
 """docs/recipes.md: each change fits the script, and does what the page says of it."""
 
-import json
-import os
 import re
-import shutil
+import runpy
 import signal
 import sys
+from collections.abc import Callable
+from itertools import zip_longest
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from helpers.files import difference, load, patched, same_bytes
-from helpers.jobs import ROOT, Job, epochs
+import torch.distributed as dist
+import torch.nn.functional as F
+from helpers.files import load, patched
+from helpers.jobs import ROOT, SCRIPTS, Job, command, epochs
 from PIL import Image
+from torch import nn
+from torch.utils.data import DataLoader
 
 PAGE = (ROOT / "docs" / "recipes.md").read_text()
 RECIPES = dict(re.findall(r"```diff (\w+)\n(.*?)```", PAGE, re.S))
-SMALL = ("--model", "mlp", "--batch-size", 200)  # 30 steps an epoch on two ranks
+FOLDER = ROOT / "docs" / "recipes"
+SMALL = ("--model", "mlp", "--batch-size", 8, "--lr", 0.1)  # five steps an epoch
 
 
 @pytest.fixture
-def train(tmp_path):
-    """train(recipe, arguments) -> the running job of two ranks, in tmp_path."""
+def apply(make, monkeypatch, tmp_path):
+    """apply(recipe, *arguments) -> as make(), of a script with this recipe, in this process."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
-    def train(name: str, *arguments: object, edits: tuple[tuple[str, str], ...] = (), **env) -> Job:
-        text = patched((ROOT / "ddp_torchrun.py").read_text(), RECIPES[name])
-        for old, new in edits:
-            assert text.count(old) == 1, f"{text.count(old)} times:\n{old}"
-            text = text.replace(old, new)
-        (tmp_path / "train.py").write_text(text)
-        shutil.copytree(ROOT / "common", tmp_path / "common", dirs_exist_ok=True)
-        launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2)
-        command = [sys.executable, *launch, tmp_path / "train.py", *arguments]
-        return Job(list(map(str, command)), tmp_path, env, fork=True)
+    def apply(
+        name: str | None,
+        *arguments: object,
+        script: str = "ddp_torchrun.py",
+        edit: Callable[[str], str] = str,
+    ) -> tuple:
+        text = (ROOT / script).read_text()
+        if name:
+            text = patched(text, edit(RECIPES[name]))
+        (tmp_path / script).write_text(text)
+        monkeypatch.setitem(sys.modules, script[:-3], ModuleType("forgotten after the test"))
+        del sys.modules[script[:-3]]
+        return make(script, *arguments)
 
-    return train
-
-
-def stop(job: Job, pattern: str) -> str:
-    """What a job prints that is asked to stop when it has printed this."""
-    job.wait_for(pattern)
-    os.killpg(job.process.pid, signal.SIGTERM)
-    return job.finish(None)
+    return apply
 
 
-def python(folder: Path, name: str, *arguments: str) -> str:
-    """What a program of the page prints, in `folder`."""
-    (code,) = re.findall(rf"```python {name}\n(.*?)```", PAGE, re.S)
-    (folder / name).write_text(code)
-    command = [sys.executable, str(folder / name), *arguments]
-    return Job(command, folder, {}, fork=True).finish()
+def program(name: str, *arguments: object) -> dict:
+    """Run a program of the page, or of its folder, in this process."""
+    path = FOLDER / name
+    if not path.exists():
+        path = Path(name).resolve()
+        path.write_text("".join(re.findall(rf"```python {name}\n(.*?)```", PAGE, re.S)))
+    sys.argv = [name, *map(str, arguments)]  # command_line() has it put back
+    return runpy.run_path(str(path))
 
 
-def weights(folder: Path, name: str = "checkpoint.pt") -> torch.Tensor:
-    model = load(folder / name)["model"]
-    return torch.cat([tensor.flatten() for tensor in model.values()])
+def weights(path: Path) -> torch.Tensor:
+    return torch.cat([tensor.flatten() for tensor in load(path)["model"].values()])
 
 
-def test_every_recipe_is_tested():
+def test_every_recipe_is_applied_here():
     code = Path(__file__).read_text()
-    assert len(RECIPES) == 10 and all(f'train("{name}"' in code for name in RECIPES)
-    headings = re.findall(r"^## (.*)$", PAGE, re.M)
-    assert re.findall(r"^\[(.*)\]\(#", PAGE, re.M) == headings
+    assert [name for name in RECIPES if f'"{name}"' not in code] == []
+    assert [path.name for path in FOLDER.glob("*.py") if f'"{path.name}"' not in code] == []
 
 
-def photos(folder: Path) -> None:
+def test_images_from_disk(apply, capsys, tmp_path):
     """Pictures of three classes, each brighter in another of the three colours."""
     rng = np.random.default_rng(0)
-    for part, count in (("train", 60), ("val", 9)):
+    for part, count in (("train", 8), ("val", 3)):
         for channel in range(3):
-            (folder / part / f"class{channel}").mkdir(parents=True)
+            folder = tmp_path / "photos" / part / f"class{channel}"
+            folder.mkdir(parents=True)
             for number in range(count):
                 pixels = rng.integers(0, 128, (24, 30, 3))
                 pixels[..., channel] += 127
-                Image.fromarray(pixels.astype("u1")).save(
-                    folder / part / f"class{channel}" / f"{number}.png"
-                )
+                Image.fromarray(pixels.astype("u1")).save(folder / f"{number}.png")
+    options = (4, "--data-dir", "photos", "--batch-size", 8, "--num-workers", 1)
+    _, trainer = apply("images", *options, edit=lambda recipe: recipe.replace("= 224", "= 32"))
+    trainer.train(4)
+    first, *_, last = epochs(capsys.readouterr().out)
+    assert last["train_loss"] < first["train_loss"] / 2 and last["total"] == 9
+    assert load(tmp_path / "checkpoint.pt")["model"]["fc.weight"].shape == (3, 512)
 
 
-@pytest.mark.slow("five jobs of a ResNet")
-def test_images_from_disk_are_resumed_in_mid_epoch(tmp_path, train):
-    photos(tmp_path / "photos")
-    side = (("side: int = 224", "side: int = 32"),)
-    options = (1, "--data-dir", "photos", "--batch-size", 8, "--lr", 0.001)
-    text = train("images", *options, "--snapshot-path", "whole.pt", edits=side).finish()
-    (line,) = epochs(text)
-    assert line["accuracy"] > 60 and line["total"] == 27  # of three classes
-    assert load(tmp_path / "whole.pt")["model"]["fc.weight"].shape == (3, 512)
-    stop(train("images", *options, "--log-interval", 1, edits=side), r"Epoch 0 \| Step 3 ")
-    assert 0 < load(tmp_path / "checkpoint.pt")["samples_seen"] < 180
-    workers = ("--num-workers", 2, "--snapshot-path", "workers.pt")
-    shutil.copy(tmp_path / "checkpoint.pt", tmp_path / "workers.pt")
-    assert len(epochs(train("images", *options, *workers, "--resume", edits=side).finish())) == 1
-    assert weights(tmp_path, "workers.pt").isfinite().all()
-    train("images", *options, "--resume", edits=side).finish()
-    assert torch.equal(weights(tmp_path), weights(tmp_path, "whole.pt"))
-    shutil.rmtree(tmp_path / "photos" / "val" / "class2")  # a folder less
-    text = train("images", *options, edits=side).finish(1)
-    assert text.count("error: photos: train/ and val/ have different folders\n") == 1
+def test_text_of_unequal_length(apply, tmp_path):
+    """One class has more of the letter a; padding changes no output."""
+    lines = [f"{n % 2}\t{'ab'[n % 2] * (3 + n % 7)}{'c' * (n % 5)}\n" for n in range(40)]
+    (tmp_path / "train.txt").write_text("".join(lines))
+    (tmp_path / "val.txt").write_text("".join(lines[:9]))
+    module, trainer = apply("text", 3, "--data-dir", ".", "--batch-size", 8, "--lr", 1)
+    trainer.train(3)
+    assert trainer._evaluate()[1] == 9
+    texts, _ = module.pad(trainer.test_data.dataset)
+    assert (texts == 0).any()
+    model = trainer.model.module
+    each = [model(text[None]) for text, _ in trainer.test_data.dataset]
+    assert torch.allclose(model(texts), torch.cat(each), atol=1e-6)
 
 
-def test_warm_up_and_cosine_are_resumed_in_mid_epoch_and_at_another_rate(tmp_path, train):
-    options = (3, *SMALL, "--lr", 0.1)
-    train("schedule", *options, "--snapshot-path", "whole.pt").finish()
-    assert load(tmp_path / "whole.pt")["optimizer"]["param_groups"][0]["lr"] < 1e-9
-    stop(train("schedule", *options, "--log-interval", 1), r"Epoch 1 \| Step 3 ")
+def test_warm_up_and_cosine_are_resumed_and_at_another_rate(apply, tmp_path):
+    _, trainer = apply("schedule", 3, *SMALL, "--snapshot-path", "whole.pt")
+    rates = []
+    trainer.optimizer.register_step_pre_hook(
+        lambda *_: rates.append(trainer.optimizer.param_groups[0]["lr"])
+    )
+    trainer.train(3)
+    assert rates[:6] == sorted(rates[:6]) and rates[0] < 0.002 and rates[5] == pytest.approx(0.1)
+    assert rates[5:] == sorted(rates[5:], reverse=True) and len(rates) == 15
+    module, trainer = apply("schedule", 3, *SMALL)
+    trainer.train(1)
+    module.stop_signal = signal.SIGTERM
+    assert trainer.train(3) == signal.SIGTERM
     stopped = load(tmp_path / "checkpoint.pt")
-    assert 0 < stopped["samples_seen"] < 12_000 and stopped["epoch"] == 1
-    rate = stopped["optimizer"]["param_groups"][0]["lr"]
-    assert 0.05 < rate < 0.1
-    shutil.copy(tmp_path / "checkpoint.pt", tmp_path / "other.pt")
-    text = train("schedule", *options, "--resume").finish()
-    assert [line["epoch"] for line in epochs(text)] == [1, 2]
-    assert torch.equal(weights(tmp_path), weights(tmp_path, "whole.pt"))
-    # With another --lr the rate is where a run with it would be by now: it ends at 0, too.
-    other = (*SMALL, "--lr", 0.2, "--snapshot-path", "other.pt")
-    refused = train("schedule", 3, *other, "--resume").finish(1)
-    assert refused.count("other.pt was made with --lr 0.1, and this run has 0.2\n") == 1
-    assert python(tmp_path, "change_lr.py", "other.pt", "0.2") == ""
-    assert load(tmp_path / "other.pt")["optimizer"]["param_groups"][0]["lr"] == 2 * rate
-    train("schedule", 2, *other, "--resume").finish()
-    half = load(tmp_path / "other.pt")["optimizer"]["param_groups"][0]["lr"]
-    assert half == pytest.approx(0.1)
-    train("schedule", 3, *other, "--resume").finish()
-    assert load(tmp_path / "other.pt")["optimizer"]["param_groups"][0]["lr"] < 1e-9
+    assert stopped["epoch"] == 1 and stopped["samples_seen"] == 8
+    apply("schedule", 3, *SMALL, "--resume")[1].train(3)
+    assert torch.equal(weights(tmp_path / "checkpoint.pt"), weights(tmp_path / "whole.pt"))
+    torch.save(stopped, tmp_path / "checkpoint.pt")
+    program("change_lr.py", "checkpoint.pt", 0.2)
+    _, trainer = apply("schedule", 3, *SMALL[:-1], 0.2, "--resume")
+    assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(2 * rates[6])
+    trainer.train(2)
+    assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(2 * rates[10])
 
 
-@pytest.mark.parametrize(
-    "amp", [pytest.param("off", marks=pytest.mark.slow("fp16 is quick")), "fp16"]
-)
-def test_clipping(tmp_path, train, amp):
-    train("clip", 1, *SMALL, "--lr", 0, "--snapshot-path", "start.pt").finish()
-    start = weights(tmp_path, "start.pt")
-    train("clip", 1, *SMALL, "--amp", amp).finish()
-    assert (weights(tmp_path) - start).norm() > 0.1  # clipped to 1, not to 1 / 65,536
-    train("clip", 1, *SMALL, "--amp", amp, edits=(("max_norm=1.0", "max_norm=1e-6"),)).finish()
-    assert 0 < (weights(tmp_path) - start).norm() < 1e-4
+def test_clipping(apply):
+    _, trainer = apply("clip", 1, *SMALL, "--momentum", 0, "--amp", "fp16")
+    trainer.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    start = nn.utils.parameters_to_vector(trainer.model.parameters()).detach()
+    trainer._run_batch(3 * torch.randn(8, 1, 28, 28), torch.zeros(8).long(), 8)
+    moved = nn.utils.parameters_to_vector(trainer.model.parameters()).detach() - start
+    assert moved.norm() == pytest.approx(0.1, rel=1e-2)  # the rate times max_norm
 
 
-@pytest.mark.slow("three jobs")
-def test_groups_of_adamw_are_resumed(tmp_path, train):
-    options = (*SMALL, "--lr", 0.001)
-    (line,) = epochs(train("adamw", 1, *options).finish())
-    assert line["accuracy"] > 50
-    train("adamw", 2, *options, "--resume").finish()
-    train("adamw", 2, *options, "--snapshot-path", "whole.pt").finish()
-    groups = load(tmp_path / "checkpoint.pt")["optimizer"]["param_groups"]
-    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
-    assert torch.equal(weights(tmp_path), weights(tmp_path, "whole.pt"))
+def test_both_optimizers_are_resumed(apply, tmp_path):
+    apply("optimizers", 2, *SMALL, "--snapshot-path", "whole.pt")[1].train(2)
+    _, trainer = apply("optimizers", 1, *SMALL)
+    start = trainer.model.module.state_dict()
+    start = {name: tensor.clone() for name, tensor in start.items()}
+    trainer.train(1)
+    for name, tensor in trainer.model.module.state_dict().items():
+        assert not torch.equal(tensor, start[name]), name
+    apply("optimizers", 2, *SMALL, "--resume")[1].train(2)
+    assert torch.equal(weights(tmp_path / "checkpoint.pt"), weights(tmp_path / "whole.pt"))
 
 
-def test_recall_is_that_of_all_ranks(train):
-    text = train("metric", 2, *SMALL).finish()
-    found = [list(map(float, row.split(", "))) for row in re.findall(r"Recall: \[(.*)\]", text)]
-    assert [len(row) for row in found] == [10, 10]
-    for row, line in zip(found, epochs(text), strict=True):  # the classes are of one size
-        assert sum(row) / 10 == pytest.approx(line["accuracy"] / 100, abs=0.001)
+def test_checkpointing_computes_twice_what_it_does_not_keep(apply, tmp_path):
+    """With dropout: the second pass draws the same units."""
+    options = (1, "--batch-size", 8)
+    passes = {}
+    for name in (None, "checkpointing"):
+        _, trainer = apply(name, *options, "--snapshot-path", f"{name}.pt")
+        calls = []
+        convolution = trainer.model.module.features[0]
+        convolution.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        trainer._run_epoch(0)
+        trainer._save_snapshot()
+        passes[name] = len(calls)
+    assert passes == {None: 5, "checkpointing": 10}
+    assert torch.equal(weights(tmp_path / "checkpointing.pt"), weights(tmp_path / "None.pt"))
 
 
-# In the place of wandb: each call is a line in a file.
-WANDB = """import json
-import os
-
-def write(*call):
-    with open("calls", "a") as file:
-        print(json.dumps([os.environ["RANK"], *call]), file=file)
-
-class Run:
-    def log(self, numbers, step):
-        write("log", step, numbers)
-
-    def finish(self):
-        write("finish")
-
-def init(project, id, resume, config):
-    run = Run()
-    run.id = id or os.urandom(4).hex()
-    write("init", run.id, resume, config["batch_size"])
-    return run
-"""
+def test_gradients_in_bf16(apply):
+    trainers = [apply(name, 1, *SMALL)[1] for name in (None, "bf16")]
+    source, targets = torch.randn(8, 1, 28, 28), torch.arange(8)
+    for trainer in trainers:
+        trainer._run_batch(source, targets, 8)
+    plain, rounded = (list(trainer.model.parameters())[-1].grad for trainer in trainers)
+    assert torch.equal(rounded, plain.bfloat16().float()) and not torch.equal(rounded, plain)
 
 
-def test_a_resumed_run_goes_on_in_the_tracker(tmp_path, train):
-    (tmp_path / "wandb.py").write_text(WANDB)
-    text = stop(train("tracker", 2, *SMALL, "--log-interval", 1), r"Epoch 1 \| Step 3 ")
-    text += train("tracker", 2, *SMALL, "--resume").finish()
-    calls = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
-    assert {rank for rank, *_ in calls} == {"0"}
-    names = ["init", "log", "log", "finish"]
-    assert [name for _, name, *_ in calls] == names + names
-    starts = [rest for _, name, *rest in calls if name == "init"]
-    assert starts == [[starts[0][0], "allow", 200]] * 2
-    logged = [rest for _, name, *rest in calls if name == "log"]
-    for number, line in enumerate(epochs(text)):
-        ((step, losses), (same_step, accuracy)) = logged[2 * number : 2 * number + 2]
-        assert step == same_step == line["epoch"] == number
-        assert losses["loss/train"] == pytest.approx(line["train_loss"], abs=1e-4)
-        assert losses["loss/test"] == pytest.approx(line["test_loss"], abs=1e-4)
-        assert accuracy == {"accuracy": line["correct"] / 2_000}
-    assert number == 1
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_alone_has_a_tracker(apply, monkeypatch, rank):
+    calls = []
+    run = SimpleNamespace(
+        log=lambda numbers, step: calls.append((step, *numbers)),
+        finish=lambda: calls.append("finish"),
+    )
+    wandb = SimpleNamespace(init=lambda **given: calls.append(given["project"]) or run)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    _, trainer = apply("tracker", 2, *SMALL)
+    trainer.train(2)
+    names = ("loss/train", "loss/test", "accuracy")
+    expected = ["digits", "finish", (0, *names), (1, *names)]  # make() trains after main()
+    assert calls == ([] if rank else expected)
 
 
-def test_the_best_weights_are_kept(tmp_path, train):
-    lines = epochs(train("best", 2, *SMALL).finish())
-    snapshot = load(tmp_path / "checkpoint.pt")
-    assert snapshot["best"] == max(line["correct"] for line in lines) > 1000
-    (tmp_path / "best.pt").unlink()
-    torch.save({**snapshot, "best": 2_000}, tmp_path / "checkpoint.pt")
-    assert len(epochs(train("best", 3, *SMALL, "--resume").finish())) == 1
-    assert not (tmp_path / "best.pt").exists()  # no better than before
-    train("best", 1, *SMALL).finish()
-    best = load(tmp_path / "best.pt")
-    model = load(tmp_path / "checkpoint.pt")["model"]
-    assert all(torch.equal(best[name], model[name]) for name in model)
+def without_ranks(recipe: str) -> str:
+    lines = r"\+( *)if self.rank == 0:\n((?:\+\1    .*\n)+)"
+    return re.sub(lines, lambda found: found[2].replace("+    ", "+"), recipe)
 
 
-def test_gradients_in_bf16(tmp_path, train):
-    train("best", 1, *SMALL, "--snapshot-path", "plain.pt").finish()
-    (line,) = epochs(train("bf16", 1, *SMALL).finish())
-    assert line["accuracy"] > 30  # ten classes
-    moved = (weights(tmp_path) - weights(tmp_path, "plain.pt")).norm()
-    assert 1e-4 < moved < 0.05 * weights(tmp_path, "plain.pt").norm()
+@pytest.mark.parametrize("script", [name for name in SCRIPTS if name != "ddp_torchrun.py"])
+def test_tensorboard_in_the_other_scripts(apply, capsys, script):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    edit = without_ranks if script in ("single_gpu.py", "data_parallel.py") else str
+    _, trainer = apply("tensorboard", 2, *SMALL, script=script, edit=edit)
+    trainer.train(2)
+    events = EventAccumulator("runs").Reload()
+    for name in ("loss/train", "loss/test", "accuracy"):
+        assert [event.step for event in events.Scalars(name)] == [0, 1]
+    (losses,) = [re.findall(r"Test loss: (\S+)", capsys.readouterr().out)]
+    assert [f"{event.value:.4f}" for event in events.Scalars("loss/test")] == losses
 
 
-# Half of the training set, and a test set of an odd length.
-SEED = "    set_seed(device, args.seed)  # the same weights on every rank\n"
-FEWER = """    train_set = torch.utils.data.Subset(train_set, range(6_000))
-    test_set = torch.utils.data.Subset(test_set, range(1_999))
-"""
-FEWER = ((SEED, FEWER + SEED),)
-OWN = """        own = sum(parameter.to_local().numel() for parameter in model.parameters())
-        os.write(1, f"own: {own}\\n".encode())
-"""
+def test_inference_and_export(apply, monkeypatch, capsys):
+    """In a folder of its own, of a snapshot of the script as it is."""
+    _, trainer = apply(None, 1, *SMALL)
+    trainer.train(1)
+    capsys.readouterr()
+    names = program("classify.py")
+    text = capsys.readouterr().out
+    model, images = names["model"], names["images"]
+    assert text == f"{(model(images).argmax(1) == names['targets']).sum()} of 2000\n"
+    for ours, theirs in zip(model.parameters(), trainer.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    (lines,) = re.findall(r"```python export\n(.*?)```", PAGE, re.S)
+    exec(lines, names)
+    exported = torch.export.load("model.pt2").module()
+    assert torch.allclose(exported(images[:7]), model(images[:7]), atol=1e-6)
 
 
-@pytest.mark.slow("six jobs")
-def test_sharded_weights_are_those_of_ddp(tmp_path, train):
-    edits = (*FEWER, ("        self.model = model\n", "        self.model = model\n" + OWN))
-    options = (1, "--model", "mlp", "--batch-size", 50, "--accumulate", 2)
-    options += ("--test-batch-size", 333, "--log-interval", 1)
-    plain = train("best", *options, "--snapshot-path", "plain.pt", edits=FEWER).finish()
-    text = train("fully_shard", *options, "--snapshot-path", "whole.pt", edits=edits).finish()
-    assert re.findall(r"own: (\d+)", text) == 2 * [str(weights(tmp_path, "whole.pt").numel() // 2)]
-    ((line,), (plain_line,)) = epochs(text), epochs(plain)
-    assert line["total"] == 1_999 and abs(line["correct"] - plain_line["correct"]) < 4
-    assert line["test_loss"] == pytest.approx(plain_line["test_loss"], abs=1e-3)
-    assert difference(load(tmp_path / "whole.pt"), load(tmp_path / "plain.pt")) < 1e-5
-    stop(train("fully_shard", *options, edits=edits), r"Epoch 0 \| Step 3 ")
-    assert 0 < load(tmp_path / "checkpoint.pt")["samples_seen"] < 6_000
-    shutil.copy(tmp_path / "checkpoint.pt", tmp_path / "other.pt")
-    train("fully_shard", *options, "--resume", edits=edits).finish()
-    assert same_bytes(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt"))
-    # The snapshot is like any other: the script itself resumes it.
-    train("best", *options, "--resume", "--snapshot-path", "other.pt", edits=FEWER).finish()
-    assert difference(load(tmp_path / "other.pt"), load(tmp_path / "plain.pt")) < 1e-5
+def torchrun(folder: Path, script: Path, processes: int = 2, dtype: str = "float64") -> str:
+    words = command(f"torchrun --standalone --nproc_per_node={processes} {script}")
+    return Job(words, folder, {"LADDER_DTYPE": dtype}, fork=True).finish()
 
 
-def test_a_profile_has_the_all_reduce(tmp_path, train):
-    text = train("profile", 1, *SMALL).finish()
-    assert len(epochs(text)) == 1 and text.count("Self CPU time total") == 1
-    for rank in (0, 1):
-        trace = json.loads((tmp_path / f"step{rank}.json").read_text())
-        names = {event.get("name") for event in trace["traceEvents"]}
-        assert {"gloo:all_reduce", "aten::addmm"} <= names
+def test_sharded_weights_are_those_of_one_process_and_are_resumed(tmp_path):
+    """docs/your_loop.py is the program that fully_shard.py is made from."""
+    program = (FOLDER / "fully_shard.py").read_text()
+    loop = "range(first_epoch, 5)"
+    assert program.count(loop) == 1
+    (tmp_path / "half.py").write_text(program.replace(loop, "range(first_epoch, 2)"))
+    text = torchrun(tmp_path, tmp_path / "half.py")
+    text += torchrun(tmp_path, FOLDER / "fully_shard.py")
+    ours = load(tmp_path / "snapshot.pt")["model"]
+    (tmp_path / "snapshot.pt").unlink()
+    assert text == torchrun(tmp_path, ROOT / "docs" / "your_loop.py", 1)
+    theirs = load(tmp_path / "snapshot.pt")["model"]
+    assert max((ours[name] - theirs[name]).abs().max() for name in theirs) < 1e-12
 
 
-def test_a_snapshot_is_loaded_for_inference(tmp_path, train):
-    (line,) = epochs(train("best", 1, *SMALL).finish())
-    assert python(tmp_path, "classify.py") == f"{line['correct']:.0f} of 2000\n"
+def test_a_stream_trains_on_each_sample_once(tmp_path):
+    """As one process does that takes the batches of both ranks together."""
+    text = torchrun(tmp_path, FOLDER / "stream.py", dtype="float32")
+    assert re.findall(r"epoch (\d): \d+ of (\d+)", text) == [(str(n), "1000") for n in range(5)]
+    names = {}  # the program up to where it needs torchrun
+    exec((FOLDER / "stream.py").read_text().partition("\nrank, world_size")[0], names)
+    files = sorted((tmp_path / "stream").iterdir())
+    streams = [names["Stream"](files, rank, 2) for rank in range(2)]
+    torch.manual_seed(42)
+    model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for streams[0].epoch in range(5):
+        streams[1].epoch = streams[0].epoch
+        for batches in zip_longest(*(DataLoader(stream, batch_size=32) for stream in streams)):
+            inputs, targets = zip(*filter(None, batches), strict=True)
+            optimizer.zero_grad()
+            F.cross_entropy(model(torch.cat(inputs)), torch.cat(targets)).backward()
+            optimizer.step()
+    ours, theirs = load(tmp_path / "model.pt"), model.state_dict()
+    assert max((ours[name] - theirs[name]).abs().max() for name in theirs) < 1e-4
+    seen = []
+    for worker in range(2):
+        names["get_worker_info"] = lambda id=worker: SimpleNamespace(id=id, num_workers=2)
+        seen += [inputs[0].item() for stream in streams for inputs, _ in stream]
+    assert len(seen) == len(set(seen)) == 1_000
