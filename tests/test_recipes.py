@@ -9,12 +9,11 @@ from itertools import zip_longest
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers.files import load, patched
+from helpers.files import load, patched, same_bytes
 from helpers.jobs import ROOT, SCRIPTS, Job, command, epochs
 from PIL import Image
 from torch import nn
@@ -49,20 +48,6 @@ def apply(make, monkeypatch, tmp_path):
     return apply
 
 
-def program(name: str, *arguments: object) -> dict:
-    """Run a program of the page, or of its folder, in this process."""
-    path = FOLDER / name
-    if not path.exists():
-        path = Path(name).resolve()
-        path.write_text("".join(re.findall(rf"```python {name}\n(.*?)```", PAGE, re.S)))
-    sys.argv = [name, *map(str, arguments)]  # command_line() has it put back
-    return runpy.run_path(str(path))
-
-
-def weights(path: Path) -> torch.Tensor:
-    return torch.cat([tensor.flatten() for tensor in load(path)["model"].values()])
-
-
 def test_every_recipe_is_applied_here():
     code = Path(__file__).read_text()
     assert [name for name in RECIPES if f'"{name}"' not in code] == []
@@ -70,16 +55,12 @@ def test_every_recipe_is_applied_here():
 
 
 def test_images_from_disk(apply, capsys, tmp_path):
-    """Pictures of three classes, each brighter in another of the three colours."""
-    rng = np.random.default_rng(0)
     for part, count in (("train", 8), ("val", 3)):
-        for channel in range(3):
-            folder = tmp_path / "photos" / part / f"class{channel}"
-            folder.mkdir(parents=True)
+        for name in ("red", "green", "blue"):
+            (tmp_path / "photos" / part / name).mkdir(parents=True)
             for number in range(count):
-                pixels = rng.integers(0, 128, (24, 30, 3))
-                pixels[..., channel] += 127
-                Image.fromarray(pixels.astype("u1")).save(folder / f"{number}.png")
+                picture = Image.new("RGB", (30, 24), name)
+                picture.save(tmp_path / "photos" / part / name / f"{number}.png")
     options = (4, "--data-dir", "photos", "--batch-size", 8, "--num-workers", 1)
     _, trainer = apply("images", *options, edit=lambda recipe: recipe.replace("= 224", "= 32"))
     trainer.train(4)
@@ -103,7 +84,7 @@ def test_text_of_unequal_length(apply, tmp_path):
     assert torch.allclose(model(texts), torch.cat(each), atol=1e-6)
 
 
-def test_warm_up_and_cosine_are_resumed_and_at_another_rate(apply, tmp_path):
+def test_warm_up_and_cosine_are_resumed_and_at_another_rate(apply, monkeypatch, tmp_path):
     _, trainer = apply("schedule", 3, *SMALL, "--snapshot-path", "whole.pt")
     rates = []
     trainer.optimizer.register_step_pre_hook(
@@ -119,9 +100,10 @@ def test_warm_up_and_cosine_are_resumed_and_at_another_rate(apply, tmp_path):
     stopped = load(tmp_path / "checkpoint.pt")
     assert stopped["epoch"] == 1 and stopped["samples_seen"] == 8
     apply("schedule", 3, *SMALL, "--resume")[1].train(3)
-    assert torch.equal(weights(tmp_path / "checkpoint.pt"), weights(tmp_path / "whole.pt"))
+    assert same_bytes(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt"))
     torch.save(stopped, tmp_path / "checkpoint.pt")
-    program("change_lr.py", "checkpoint.pt", 0.2)
+    monkeypatch.setattr(sys, "argv", ["", "checkpoint.pt", "0.2"])
+    runpy.run_path(FOLDER / "change_lr.py")
     _, trainer = apply("schedule", 3, *SMALL[:-1], 0.2, "--resume")
     assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(2 * rates[6])
     trainer.train(2)
@@ -146,7 +128,7 @@ def test_both_optimizers_are_resumed(apply, tmp_path):
     for name, tensor in trainer.model.module.state_dict().items():
         assert not torch.equal(tensor, start[name]), name
     apply("optimizers", 2, *SMALL, "--resume")[1].train(2)
-    assert torch.equal(weights(tmp_path / "checkpoint.pt"), weights(tmp_path / "whole.pt"))
+    assert same_bytes(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt"))
 
 
 def test_checkpointing_computes_twice_what_it_does_not_keep(apply, tmp_path):
@@ -162,7 +144,7 @@ def test_checkpointing_computes_twice_what_it_does_not_keep(apply, tmp_path):
         trainer._save_snapshot()
         passes[name] = len(calls)
     assert passes == {None: 5, "checkpointing": 10}
-    assert torch.equal(weights(tmp_path / "checkpointing.pt"), weights(tmp_path / "None.pt"))
+    assert same_bytes(load(tmp_path / "checkpointing.pt"), load(tmp_path / "None.pt"))
 
 
 def test_gradients_in_bf16(apply):
@@ -210,19 +192,19 @@ def test_tensorboard_in_the_other_scripts(apply, capsys, script):
     assert [f"{event.value:.4f}" for event in events.Scalars("loss/test")] == losses
 
 
-def test_inference_and_export(apply, monkeypatch, capsys):
-    """In a folder of its own, of a snapshot of the script as it is."""
+def test_inference_and_export(apply, capsys):
     _, trainer = apply(None, 1, *SMALL)
     trainer.train(1)
     capsys.readouterr()
-    names = program("classify.py")
+    classify, export = re.findall(r"```python (?:classify.py|export)\n(.*?)```", PAGE, re.S)
+    names = {}
+    exec(classify, names)
     text = capsys.readouterr().out
     model, images = names["model"], names["images"]
     assert text == f"{(model(images).argmax(1) == names['targets']).sum()} of 2000\n"
     for ours, theirs in zip(model.parameters(), trainer.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
-    (lines,) = re.findall(r"```python export\n(.*?)```", PAGE, re.S)
-    exec(lines, names)
+    exec(export, names)
     exported = torch.export.load("model.pt2").module()
     assert torch.allclose(exported(images[:7]), model(images[:7]), atol=1e-6)
 
