@@ -50,7 +50,7 @@ EPOCH = re.compile(r"^Epoch \d+ \|.* Accuracy: \d+/\d+ \((\S+)%\) \| (\d+) sampl
 UNSET = ("OMP_NUM_THREADS", "MASTER_ADDR", "RANK", "WORLD_SIZE")
 UNSET += ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 # With tests/site on PYTHONPATH: no program finds an accelerator, whatever the machine has.
-CPU_ONLY = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "LADDER_CPU": "1"}
+CPU_ONLY = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1", "LADDER_CPU": "1"}
 LIMIT = 240  # seconds for one run
 
 

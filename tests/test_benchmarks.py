@@ -47,8 +47,9 @@ def test_a_contestant_runs_until_its_time_is_up():
     start = time.monotonic()
     record = harness.measure([sys.executable, "-S", "-c", THREE_EPOCHS], {}, 0.5)
     assert record == {"rate": 25, "accuracy": 1}
-    assert 0.5 < time.monotonic() - start < 50
+    assert time.monotonic() - start > 0.5
     assert harness.measure([sys.executable, "-S", "-c", "print(1)"], {}, 0) == {"error": "1\n"}
+    assert time.monotonic() - start < 100  # it is not waited for until its time is up
 
 
 def test_a_contestant_that_fails_fails_the_run(tmp_path, monkeypatch, capsys):
