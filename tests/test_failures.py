@@ -1,0 +1,100 @@
+"""What is no mistake of the user's: the first error is seen, all processes end, nothing is left.
+
+Processes that are killed in training: test_resume.py; under torchrun: test_torchrun.py.
+"""
+
+import os
+import re
+import signal
+import time
+
+import pytest
+from helpers.jobs import ALONE, TORCHRUN, epochs
+
+SPAWN2 = ("ddp_spawn.py", "--nproc-per-node", 2)
+NODE2 = ("multinode.py", *ALONE, "--nproc-per-node", 2)
+TORCHRUN2 = (TORCHRUN.format(2),)
+STOPPED = "\nstopped: --resume goes on from the last snapshot\n"
+
+
+@pytest.fixture
+def temporary(tmp_path):
+    """A folder for TMPDIR, in which a job must leave nothing of its own. (torch leaves folders.)"""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    yield folder
+    assert not [*folder.glob("tmp*")]
+
+
+@pytest.mark.parametrize(("launch", "rank"), [(SPAWN2, 1), (NODE2, 0)])
+def test_an_exception_of_any_rank(fork, temporary, fashion, launch, rank):
+    """With its traceback, and not with that of a rank which has lost it."""
+    env = {"LADDER_RAISE": f"{rank}:5", "TMPDIR": temporary}
+    text = fork(*launch, 9, *fashion(100, 10), status=1, **env)
+    assert f"-- Process {rank} terminated with the following error:" in text
+    assert "in _run_batch" in text and "ArithmeticError: the test's own error" in text
+    assert "Connection closed" not in text and "Epoch 3 " not in text
+
+
+@pytest.mark.parametrize("launch", [SPAWN2, TORCHRUN2])
+def test_a_full_disk(fork, tmp_path, fashion, launch):
+    """The old snapshot stays as it is. (What each script does: test_snapshots.py.)"""
+    options = fashion(100, 10)
+    fork(*launch, 1, *options)
+    before = (tmp_path / "checkpoint.pt").read_bytes()
+    (tmp_path / "checkpoint.pt.tmp").symlink_to("/dev/full")
+    text = fork(*launch, 2, *options, "--resume", status=1)
+    assert "OSError: [Errno 28] No space left on device" in text
+    assert (tmp_path / "checkpoint.pt").read_bytes() == before
+    assert not (tmp_path / "checkpoint.pt.tmp").is_symlink()
+
+
+@pytest.mark.parametrize(
+    ("launch", "ends"),
+    [
+        (("ddp_spawn.py", "--nproc-per-node", 1), 2),
+        (("multinode.py", *ALONE), 2),
+        (("ddp_torchrun.py",), 1),
+    ],
+)
+def test_what_is_registered_for_the_end_is_run(run, temporary, fashion, launch, ends):
+    """By a rank, and by its parent: experiment trackers upload what they have then.
+
+    No thread of gloo's is left by then: one in some hundred processes aborted or hung with it.
+    """
+    text = run(*launch, 1, *fashion(100, 10), LADDER_ATEXIT=1, TMPDIR=temporary)
+    threads = re.findall("^Python ends: (.*)", text, re.M)
+    assert len(threads) == ends and "gloo" not in "".join(threads) and "Total time: " in text, text
+
+
+def test_ctrl_c_while_processes_start(start, temporary, fashion):
+    job = start(*SPAWN2, 50, *fashion(100, 10), TMPDIR=temporary)
+    while len(job.workers()) < 2:
+        assert job.process.poll() is None, job.text
+        time.sleep(0.01)
+    os.killpg(job.process.pid, signal.SIGINT)
+    text = job.finish(130, seconds=60)
+    assert text.endswith(STOPPED) and "Traceback" not in text and not epochs(text), text
+
+
+def test_ctrl_c_while_another_node_is_missing(start, tmp_path):
+    options = ("--init-method", f"file://{tmp_path}/store", "--rank", 0, "--world-size", 2)
+    job = start("multinode.py", *options, fork=True)
+    job.wait_for("waiting for --rank 1")
+    os.killpg(job.process.pid, signal.SIGINT)
+    text = job.finish(130, seconds=10)
+    assert text.endswith(STOPPED) and "error" not in text and "Traceback" not in text, text
+
+
+@pytest.mark.parametrize(
+    ("launch", "signum", "status"), [(SPAWN2, signal.SIGINT, 130), (NODE2, signal.SIGTERM, 143)]
+)
+def test_a_stop_request_while_a_rank_hangs(start, temporary, fashion, launch, signum, status):
+    """The other one waits for it in an all-reduce, for --timeout, 600 seconds."""
+    options = (50, *fashion(1000, 10), "--log-interval", 1)
+    job = start(*launch, *options, fork=True, TMPDIR=temporary)
+    job.wait_for("Step 3 ")
+    os.kill(job.workers()[1], signal.SIGSTOP)
+    time.sleep(1)
+    os.killpg(job.process.pid, signum)
+    assert job.finish(status, seconds=15).endswith(STOPPED)
