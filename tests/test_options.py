@@ -30,36 +30,25 @@ DDP = SPAWN + TORCHRUN + NODES
 ALONE = ("--init-method", "tcp://10.0.0.1:1000", "--no-cuda")
 
 
-class Tools(NamedTuple):
-    make: Callable
-    parse: Callable
-    patch: pytest.MonkeyPatch
-    capsys: pytest.CaptureFixture
-
-
 @pytest.fixture
 def tools(make, parse, monkeypatch, capsys):
-    return Tools(make, parse, monkeypatch, capsys)
+    return SimpleNamespace(make=make, parse=parse, patch=monkeypatch, capsys=capsys)
 
 
 # --- looks: what is seen of a script that is given options ----------------------------------------
 
 
-def trained(tools: Tools, script: str, *options: object) -> SimpleNamespace:
+def trained(tools: SimpleNamespace, script: str, *options: object) -> SimpleNamespace:
     """What it trains and prints; without dropout that is the same in all scripts."""
-    job = SimpleNamespace(batches=[], test_batches=[], types=set(), compiled=False, log_dir=None)
-    files, kernels, join = {*os.listdir()}, [], dist.init_process_group
+    job = SimpleNamespace(batches=[], test_batches=[], types=set(), log_dir=None)
+    files, kernels, compiled, join = {*os.listdir()}, [], [], dist.init_process_group
 
     def joining(*given: object, **named: object) -> None:
         kernels.append(torch.are_deterministic_algorithms_enabled())
         join(*given, **named)
 
     def compile(forward: Callable, **_: object) -> Callable:
-        def compiled(*inputs: object) -> object:
-            job.compiled = True
-            return forward(*inputs)
-
-        return compiled
+        return lambda *inputs: compiled.append(forward) or forward(*inputs)
 
     def writer(log_dir: str, **_: object) -> SimpleNamespace:
         job.log_dir = log_dir
@@ -91,6 +80,7 @@ def trained(tools: Tools, script: str, *options: object) -> SimpleNamespace:
     job.files = [name for name in os.listdir() if name not in files and "output" not in name]
     job.model = type(inner(trainer)).__name__
     job.asked = getattr(tools.make, "asked", None)
+    job.compiled = len(compiled) > 0
     job.deterministic = all(kernels)  # before the group chooses its own, too
     loaders = (trainer.train_data, trainer.test_data)
     job.workers = [len(getattr(loader._iterator, "_workers", ())) for loader in loaders]
@@ -104,7 +94,7 @@ def two_gpus(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.accelerator, "set_device_index", lambda _: None)
 
 
-def joined(tools: Tools, script: str, *options: object) -> SimpleNamespace:
+def joined(tools: SimpleNamespace, script: str, *options: object) -> SimpleNamespace:
     """On a machine with two GPUs: its device, and what it gives init_process_group()."""
     job = SimpleNamespace()
     two_gpus(tools.patch)
@@ -128,7 +118,7 @@ def joined(tools: Tools, script: str, *options: object) -> SimpleNamespace:
     return job
 
 
-def started(tools: Tools, script: str, *options: object) -> SimpleNamespace:
+def started(tools: SimpleNamespace, script: str, *options: object) -> SimpleNamespace:
     """What its last lines do."""
     job = SimpleNamespace()
 
@@ -148,12 +138,12 @@ def started(tools: Tools, script: str, *options: object) -> SimpleNamespace:
     return job
 
 
-def loaded(tools: Tools, script: str, *options: object) -> SimpleNamespace:
+def loaded(tools: SimpleNamespace, script: str, *options: object) -> SimpleNamespace:
     """What load_dataset() is asked for: by ddp_spawn.py's parent."""
     return (started if script in SPAWN else trained)(tools, script, *options)
 
 
-def converted(tools: Tools, script: str, *options: object) -> bool:
+def converted(tools: SimpleNamespace, script: str, *options: object) -> bool:
     """Whether SyncBatchNorm takes the model. It refuses a CPU, which is put in after that."""
     with tools.patch.context() as patch:
         two_gpus(patch)
@@ -169,7 +159,7 @@ def converted(tools: Tools, script: str, *options: object) -> bool:
         return models == [inner(tools.make(script)[1])]
 
 
-def store(tools: Tools, script: str, *options: object) -> str:
+def store(tools: SimpleNamespace, script: str, *options: object) -> str:
     module, args = tools.parse(script, *options)
     tools.patch.setattr(dist, "TCPStore", lambda host, port, **_: f"tcp://{host}:{port}")
     return module.open_store(args)
@@ -193,8 +183,8 @@ class Row(NamedTuple):
     values: tuple
     seen: Callable = the_losses
     expected: tuple = ()
-    look: Callable = trained
     scripts: tuple[str, ...] = SCRIPTS
+    look: Callable = trained
     beside: tuple = ()
 
     def words(self, value: object) -> tuple:
@@ -206,6 +196,7 @@ class Row(NamedTuple):
 
 
 F32, BF16, F16 = (["torch.float32"], ["torch.bfloat16"], ["torch.float16"])
+SHARES = ([8] * 5, [7, 6, 7, 6, 7, 7])
 OPTIONS = (
     Row("total_epochs", (1, 3), lambda job: len(job.epochs)),
     Row("save_every", (1, 3), lambda job: job.saved, ([0, 1, 2, 3, 4], [2, 4])),
@@ -224,23 +215,23 @@ OPTIONS = (
     Row("--log-interval", (0, 2), lambda job: job.steps, ([], [2, 4])),
     Row("--snapshot-path", ("a.pt", "b.pt"), lambda job: job.files, (["a.pt"], ["b.pt"])),
     Row("--resume", (False, True), lambda job: job.epochs, ([0], [])),  # the first one has saved
-    Row("--device", ("cuda", "cpu"), lambda job: job.device.type, (), joined, SINGLE + DDP),
-    Row("--backend", ("nccl", "gloo"), lambda job: job.backend, (), joined, DDP),
-    Row("--timeout", (1, 77), lambda job: job.timeout.total_seconds(), (), joined, DDP),
-    Row("--nproc-per-node", (1, 3), lambda job: job.processes, (), started, SPAWN + NODES),
-    Row("--accumulate", (1, 2), lambda job: len(job.batches) / max(job.steps), scripts=TORCHRUN),
-    Row("--amp", ("off", "bf16"), lambda job: sorted(job.types), (F32, BF16), scripts=TORCHRUN),
-    Row("--amp", ("off", "fp16"), lambda job: sorted(job.types), (F32, F16), scripts=TORCHRUN),
-    Row("--compile", (False, True), lambda job: job.compiled, scripts=TORCHRUN),
-    Row("--sync-bn", (False, True), bool, (), converted, TORCHRUN),
-    Row("--log-dir", ("a", "b"), lambda job: job.log_dir, scripts=TORCHRUN),
-    Row("--rank", (0, 3), lambda job: job.rank, (), joined, NODES, (*ALONE, "--world-size", 9)),
+    Row("--device", ("cuda", "cpu"), lambda job: job.device.type, (), SINGLE + DDP, joined),
+    Row("--backend", ("nccl", "gloo"), lambda job: job.backend, (), DDP, joined),
+    Row("--timeout", (1, 77), lambda job: job.timeout.total_seconds(), (), DDP, joined),
+    Row("--nproc-per-node", (1, 3), lambda job: job.processes, (), SPAWN + NODES, started),
+    Row("--accumulate", (1, 2), lambda job: job.batches, SHARES, TORCHRUN),
+    Row("--amp", ("off", "bf16"), lambda job: sorted(job.types), (F32, BF16), TORCHRUN),
+    Row("--amp", ("off", "fp16"), lambda job: sorted(job.types), (F32, F16), TORCHRUN),
+    Row("--compile", (False, True), lambda job: job.compiled, (), TORCHRUN),
+    Row("--sync-bn", (False, True), bool, (), TORCHRUN, converted),
+    Row("--log-dir", ("a", "b"), lambda job: job.log_dir, (), TORCHRUN),
+    Row("--rank", (0, 3), lambda job: job.rank, (), NODES, joined, (*ALONE, "--world-size", 9)),
     Row(
-        "--world-size", (1, 3), lambda job: job.world_size, (), joined, NODES, (*ALONE, "--rank", 0)
+        "--world-size", (1, 3), lambda job: job.world_size, (), NODES, joined, (*ALONE, "--rank", 0)
     ),
-    Row("--init-method", ("tcp://10.0.0.1:1", "tcp://10.0.0.2:2"), str, (), store, NODES),
-    Row("--epochs", (1, 3), lambda job: len(job.epochs), scripts=NODES),
-    Row("--no-cuda", (False, True), lambda job: job.device.type, ("cuda", "cpu"), joined, NODES),
+    Row("--init-method", ("tcp://10.0.0.1:1", "tcp://10.0.0.2:2"), str, (), NODES, store),
+    Row("--epochs", (1, 3), lambda job: len(job.epochs), (), NODES),
+    Row("--no-cuda", (False, True), lambda job: job.device.type, ("cuda", "cpu"), NODES, joined),
 )
 EACH = [
     pytest.param(row, script, id=f"{row.option}-{script}")
@@ -261,7 +252,7 @@ def test_an_option_is_in_force(tools, row, script):
     )
     expected, where = row.expected or row.values, ""
     if row.seen is the_losses:
-        another = row.scripts[script == row.scripts[0]]  # the first one, or for that the second
+        another = row.scripts[-1 if script == row.scripts[0] else 0]
         expected, where = seen(another), f", but in {another}"
     for value, mine, right in zip(row.values, ours, expected, strict=True):
         assert mine == pytest.approx(right, abs=1e-4), (

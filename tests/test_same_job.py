@@ -1,4 +1,4 @@
-"""The same job gives the same result on every rung, at any number of processes.
+"""The same steps and every sample once, on every rung and at any number of processes.
 
 In double precision, where rounding cannot hide a mistake: a wrong shard, a wrong weight of a
 batch or a missing all-reduce shows at 1e-3, rounding at 1e-15.
@@ -9,8 +9,12 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.files import difference, idx_files, load
-from helpers.jobs import ALONE, TORCHRUN, Job, command, epochs, losses
+from helpers.jobs import ALONE, TORCHRUN, Job, command, epochs
+
+from common.data import load_dataset
+from common.model import build_model
 
 DOUBLE = {"LADDER_DTYPE": "float64"}
 
@@ -23,74 +27,20 @@ def spawn(processes: int) -> tuple:
     return ("ddp_spawn.py", "--nproc-per-node", processes)
 
 
-def results(text: str) -> list[dict[str, float]]:
-    return [{**line, "rate": 0} for line in epochs(text)]
-
-
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """The options of a job of two epochs, and what one process makes of it with batches of 64."""
+    """The options of a job of two epochs, and what one process makes of it with batches of 12.
+
+    65 samples make a step of 10 and five of 11, of which two ranks have 6 and 5, and four have 3
+    and 2. Of the 3 test samples, taken one at a time, two ranks have 2 and 1, and one of four none.
+    """
     folder = tmp_path_factory.mktemp("reference")
-    data = (2, "--dataset", "fashion-mnist", "--data-dir", idx_files(folder, 2_000, 200))
-    words = command("single_gpu.py", *data, "--batch-size", 64)
-    text = Job(words, folder, DOUBLE, fork=True).finish()
-    return data, text, load(folder / "checkpoint.pt")
-
-
-@pytest.mark.parametrize(
-    ("script", "options"),
-    [
-        ("ddp_spawn.py", ("--nproc-per-node", 2, "--batch-size", 32)),
-        ("ddp_spawn.py", ("--nproc-per-node", 4, "--batch-size", 16)),
-        ("data_parallel.py", ("--batch-size", 64)),
-        ("ddp_torchrun.py", ("--batch-size", 16, "--accumulate", 4)),
-        (TORCHRUN.format(2), ("--batch-size", 32)),
-        (TORCHRUN.format(4), ("--batch-size", 8, "--accumulate", 2)),
-        ("multinode.py", (*ALONE, "--nproc-per-node", 2, "--batch-size", 32)),
-    ],
-)
-def test_two_epochs_agree_to_rounding(fork, tmp_path, reference, script, options):
-    data, expected_text, expected = reference
-    text = fork(script, *data, *options, **DOUBLE)
-    assert len(epochs(text)) == 2 and results(text) == results(expected_text)
-    assert difference(load(tmp_path / "checkpoint.pt"), expected) < 1e-12
-
-
-def test_data_parallel_agrees_with_uneven_chunks(fork, tmp_path, fashion):
-    """Through the real DataParallel.forward, on three pretended devices."""
-    common = (2, *fashion(500, 10), "--batch-size", 64, "--log-interval", 1)
-    expected = fork("single_gpu.py", *common, "--snapshot-path", "one.pt", **DOUBLE)
-    text = fork("data_parallel.py", *common, LADDER_CHUNKS=3, **DOUBLE)
-    assert len(losses(text)) == 16 and losses(text) == losses(expected)
-    # 500 samples in eight steps: 62 = 21 + 21 + 20, or 63.
-    chunks = (tmp_path / "chunks.txt").read_text().splitlines()
-    assert chunks[:8] == ["21 21 20"] * 4 + ["21 21 21"] * 4
-    assert difference(load(tmp_path / "checkpoint.pt"), load(tmp_path / "one.pt")) < 1e-12
-
-
-@pytest.mark.parametrize(
-    ("launch", "options"),
-    [
-        (spawn(2), ("--batch-size", 8)),
-        (spawn(4), ("--batch-size", 4)),
-        (node(4), ("--batch-size", 4)),
-        ((TORCHRUN.format(2),), ("--batch-size", 8)),
-        ((TORCHRUN.format(4),), ("--batch-size", 4)),
-        ((TORCHRUN.format(4),), ("--batch-size", 1, "--accumulate", 4)),
-        ((TORCHRUN.format(2),), ("--batch-size", 4, "--accumulate", 2)),
-        (("ddp_torchrun.py",), ("--batch-size", 4, "--accumulate", 4)),
-    ],
-)
-def test_shares_of_unequal_size_have_their_right_weights(fork, tmp_path, fashion, launch, options):
-    """65 samples in five steps of 13, of which two ranks have 7 and 6, and four have 4 and 3."""
-    common = (2, *fashion(65, 10))
-    expected = fork(
-        "single_gpu.py", *common, "--batch-size", 16, "--snapshot-path", "1.pt", **DOUBLE
-    )
-    text = fork(*launch, *common, *options, **DOUBLE)
-    assert "Epoch 1 | Batchsize: 16 | Steps: 5" in expected and "Steps: 5\n" in text
-    assert results(text) == results(expected)
-    assert difference(load(tmp_path / "checkpoint.pt"), load(tmp_path / "1.pt")) < 1e-12
+    data = (2, "--dataset", "fashion-mnist", "--data-dir", idx_files(folder, 65, 3))
+    options = (*data, "--test-batch-size", 1)
+    words = command("single_gpu.py", *options, "--batch-size", 12)
+    lines = epochs(Job(words, folder, DOUBLE, fork=True).finish())
+    assert lines[1]["train_loss"] < lines[0]["train_loss"]
+    return options, [{**line, "rate": 0} for line in lines], load(folder / "checkpoint.pt")
 
 
 def traced(folder: Path, size: int) -> list[list[list[int]]]:
@@ -100,62 +50,72 @@ def traced(folder: Path, size: int) -> list[list[list[int]]]:
     return [[indices for count, *indices in rank if count == size] for rank in words]
 
 
-@pytest.mark.parametrize("launch", [spawn(2), spawn(4), (TORCHRUN.format(2),)])
-def test_no_share_is_empty_with_batches_of_one(fork, tmp_path, fashion, launch):
-    """65 samples over 2 or 4 ranks: a step less than 33 or 17, in which one rank has two."""
+@pytest.mark.parametrize(
+    ("launch", "options", "processes"),
+    [
+        (("data_parallel.py",), ("--batch-size", 12), 1),
+        (spawn(2), ("--batch-size", 6), 2),
+        (spawn(4), ("--batch-size", 3), 4),
+        (node(2), ("--batch-size", 6), 2),
+        (node(4), ("--batch-size", 3), 4),
+        ((TORCHRUN.format(4),), ("--batch-size", 3), 4),
+        ((TORCHRUN.format(4),), ("--batch-size", 1, "--accumulate", 3), 4),
+        ((TORCHRUN.format(2),), ("--batch-size", 2, "--accumulate", 3), 2),
+        (("ddp_torchrun.py",), ("--batch-size", 3, "--accumulate", 4), 1),
+    ],
+)
+def test_the_same_steps_on_every_sample_once(fork, tmp_path, reference, launch, options, processes):
+    data, expected_lines, expected = reference
+    trace = tmp_path / "trace"
+    trace.mkdir()
+    # nn.DataParallel splits over three pretended devices.
+    env = {**DOUBLE, "LADDER_TRACE": trace, "LADDER_CHECKSUM": 1, "LADDER_CHUNKS": 3}
+    text = fork(*launch, *data, *options, **env)
+    assert text.count("Steps: 6\n") == 2 * processes
+    assert [{**line, "rate": 0} for line in epochs(text)] == expected_lines
+    assert difference(load(tmp_path / "checkpoint.pt"), expected) < 1e-12
+    ranks = traced(trace, 65)
+    assert len(ranks) == processes
+    for epoch in (slice(6), slice(6, 12)):
+        steps = list(zip(*(rank[epoch] for rank in ranks), strict=True))
+        assert [len([*chain(*shares)]) for shares in steps] == [10, 11, 11, 11, 11, 11]
+        assert Counter(chain(*chain(*steps))) == Counter(range(65))
+        assert all(max(map(len, shares)) - min(map(len, shares)) <= 1 for shares in steps)
+    assert Counter(chain(*chain(*traced(trace, 3)))) == {0: 2, 1: 2, 2: 2}
+    if launch == ("data_parallel.py",):
+        chunks = (tmp_path / "chunks.txt").read_text().splitlines()
+        assert [chunk for chunk in chunks if len(chunk) > 1][:6] == ["4 4 2"] + ["4 4 3"] * 5
+    else:  # replicas hold the same bytes at the end
+        checksums = [line for line in text.splitlines() if line.startswith("checksum ")]
+        assert len(checksums) == processes and len({*checksums}) == 1
+
+
+def test_no_share_is_empty_with_batches_of_one(fork, tmp_path, fashion):
+    """65 samples over 4 ranks: a step less than 17, in which one rank has two."""
     trace = tmp_path / "trace"
     trace.mkdir()
     options = ("--batch-size", 1, *fashion(65, 10), "--lr", 0.001)
-    text = fork(*launch, 1, *options, LADDER_TRACE=trace, **DOUBLE)
-    assert "nan" not in text and len(epochs(text)) == 1
+    text = fork(TORCHRUN.format(4), 1, *options, LADDER_TRACE=trace, **DOUBLE)
     ranks = traced(trace, 65)
-    steps = 65 // len(ranks)
-    assert f"Steps: {steps}\n" in text and {len(rank) for rank in ranks} == {steps}
+    assert text.count("Steps: 16\n") == 4 and [len(rank) for rank in ranks] == [16] * 4
     assert Counter(chain(*chain(*ranks))) == Counter(range(65))
-    assert Counter(map(len, chain(*ranks))) == {1: 65 - 2, 2: 1}
+    assert Counter(map(len, chain(*ranks))) == {1: 63, 2: 1}
     weights = load(tmp_path / "checkpoint.pt")["model"].values()
     assert all(weight.isfinite().all() for weight in weights)
 
 
-@pytest.mark.parametrize(
-    "launch",
-    [
-        ("data_parallel.py",),
-        ("ddp_spawn.py", "--nproc-per-node", 1),
-        ("multinode.py", *ALONE),
-    ],
-)
-def test_one_process_drops_out_the_same(fork, tmp_path, fashion, launch):
-    """Dropout differs between ranks; a world of one has rank 0's."""
-    common = (1, *fashion(500, 10), "--model", "convnet")
-    fork("single_gpu.py", *common, "--snapshot-path", "one.pt", **DOUBLE)
-    fork(*launch, *common, **DOUBLE)
-    assert difference(load(tmp_path / "checkpoint.pt"), load(tmp_path / "one.pt")) < 1e-12
+@pytest.mark.parametrize("launch", [spawn(2), node(2), (TORCHRUN.format(2),)])
+def test_evaluation_is_of_the_saved_model_and_not_through_ddp(fork, tmp_path, fashion, launch):
+    """DDP would broadcast BatchNorm's statistics at each batch, of which rank 0 has one more.
 
-
-@pytest.mark.parametrize(
-    "launch", [spawn(3), (TORCHRUN.format(3), "--batch-size", 8, "--accumulate", 3)]
-)
-def test_replicas_hold_the_same_bytes_at_the_end(fork, fashion, launch):
-    text = fork(*launch, *fashion(500, 10), "--model", "convnet", LADDER_CHECKSUM=1)
-    checksums = [line for line in text.splitlines() if line.startswith("checksum ")]
-    assert len(checksums) == 3 and len(set(checksums)) == 1
-
-
-def test_shards_are_disjoint_cover_the_data_and_differ_from_epoch_to_epoch(fork, tmp_path, fashion):
-    trace = tmp_path / "trace"
-    trace.mkdir()
-    fork(*spawn(3), 2, *fashion(100, 10), "--batch-size", 8, LADDER_TRACE=trace)
-    train = traced(trace, 100)
-    assert len(train) == 3
-    seen = []
-    for epoch in range(2):
-        # 100 / (3 x 8): 5 steps.
-        shards = [list(chain(*rank[5 * epoch : 5 * (epoch + 1)])) for rank in train]
-        assert Counter(chain(*shards)) == Counter(range(100))
-        assert sorted(map(len, shards)) == [30, 35, 35]  # each step's 20 = 7 + 7 + 6
-        seen.append(sorted(map(tuple, shards)))
-    # The model never sees the samples in the data set's own order, nor twice in the same one.
-    assert set(seen[0]).isdisjoint(seen[1])
-    test = chain(*chain(*traced(trace, 10)))
-    assert Counter(test) == Counter({index: 2 for index in range(10)})
+    The ranks have statistics of their own in training; a mix of them would show.
+    """
+    options = (*fashion(16, 3), "--model", "resnet18", "--batch-size", 4, "--test-batch-size", 1)
+    (line,) = epochs(fork(launch[0], 1, *launch[1:], *options, "--timeout", 20, **DOUBLE))
+    _, test_set = load_dataset("fashion-mnist", str(tmp_path / "fashion"))
+    model = build_model("resnet18", (1, 28, 28)).double()
+    model.load_state_dict(load(tmp_path / "checkpoint.pt")["model"])
+    source, targets = test_set.__getitems__(range(3))
+    with torch.no_grad():
+        loss = torch.nn.functional.cross_entropy(model.eval()(source.double()), targets)
+    assert line["total"] == 3 and line["test_loss"] == pytest.approx(loss.item(), abs=6e-5)

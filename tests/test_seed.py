@@ -1,7 +1,6 @@
 """Randomness needs no state: what is drawn is a function of seed, rank, epoch and sample."""
 
 import contextlib
-import os
 import random
 
 import numpy as np
@@ -9,7 +8,7 @@ import torch
 from helpers.jobs import SCRIPTS
 from helpers.parts import CPU, every_script, two_devices
 
-from common.seed import set_seed, use_deterministic_kernels
+from common.seed import set_seed
 
 
 def draw() -> tuple:
@@ -35,17 +34,6 @@ def test_the_device_is_seeded_too(monkeypatch):
     for rank in (0, 1, 0):
         set_seed(torch.device("cuda"), 7, rank)
     assert seeds[0] == seeds[2] != seeds[1]
-
-
-def test_deterministic_kernels(monkeypatch):
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
-    del os.environ["CUBLAS_WORKSPACE_CONFIG"]
-    try:
-        use_deterministic_kernels()
-        assert torch.are_deterministic_algorithms_enabled()
-        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @every_script

@@ -1,4 +1,7 @@
-"""What is saved is what is loaded, by any script, whole or not at all. In the tests' process."""
+"""A snapshot is whole or not at all, any script loads it, and what does not fit is refused.
+
+In the tests' process. What a resumed run ends with: test_resume.py.
+"""
 
 import os
 import re
@@ -9,6 +12,8 @@ import torch
 import torch.distributed as dist
 from helpers.files import load, same_bytes
 from helpers.parts import every_ddp_script, every_script, inner
+
+HOLDS = {"model", "optimizer", "schedule", "epoch", "global_batch", "args"}
 
 
 @every_script
@@ -24,66 +29,43 @@ def test_what_is_saved_is_what_is_loaded(make, script):
         first.loss_sum.fill_(5)
     first._save_snapshot()
     before = load(Path("checkpoint.pt"))
+    assert before.keys() == HOLDS | ({"scaler", "samples_seen", "loss_sum"} if torchrun else set())
+    assert {*before["model"]} == {*inner(first).state_dict()}  # no prefix
+    assert (before["global_batch"], before["args"]["model"]) == (32, "mlp")
     _, second = make(script, *options, "--resume")
     assert second.epoch == 3
-    if torchrun:
-        assert (second.samples_seen, second.loss_sum) == (32, 5)
     second._save_snapshot()
     after = load(Path("checkpoint.pt"))
-    assert same_bytes(before, after) and before.get("scaler") == after.get("scaler")
-    assert {*before["model"]} == {*inner(second).state_dict()}  # no prefix
-    assert not torchrun or after["scaler"]["scale"] == 8
-
-
-def with_schedule(module, monkeypatch) -> None:
-    """What a user does at "load your schedule": two groups with rates of their own, and a schedule
-    that computes the rate from where it began, as warm-up does."""
-    load_train_objs = module.load_train_objs
-
-    def edited(args, *rest):
-        *objs, model, _, _ = load_train_objs(args, *rest)
-        first, *others = model.parameters()
-        groups = [{"params": [first], "lr": args.lr / 10}, {"params": others}]
-        optimizer = torch.optim.AdamW(groups, lr=args.lr)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
-        return *objs, model, optimizer, schedule
-
-    monkeypatch.setattr(module, "load_train_objs", edited)
-
-
-@every_script
-def test_another_optimizer_and_schedule_go_on(make, parse, monkeypatch, script):
-    module, _ = parse(script)
-    with_schedule(module, monkeypatch)
-    train, options = module.Trainer.train, (script, "--model", "mlp", "--lr", 0.4)
-    _, trainer = make(*options)
-    train(trainer, 2)
-    _, trainer = make(*options, "--resume")
-    for halved in (4, 8):
-        rates = [group["lr"] for group in trainer.optimizer.param_groups]
-        assert rates == pytest.approx([0.04 / halved, 0.4 / halved])
-        trainer.schedule.step()
-    assert trainer.epoch == 2
+    assert same_bytes(before, after)
+    if torchrun:
+        assert (second.samples_seen, second.loss_sum, after["scaler"]["scale"]) == (32, 5, 8)
 
 
 @every_script
 def test_a_snapshot_is_written_whole_or_not_at_all(make, monkeypatch, script):
+    """Killed while it flushes, or with a full disk, a script leaves the snapshot before."""
     _, trainer = make(script)
-    calls, fsync, replace = [], os.fsync, Path.replace
-    monkeypatch.setattr(os, "fsync", lambda *args: calls.append("fsync") or fsync(*args))
-    monkeypatch.setattr(Path, "replace", lambda *args: calls.append("replace") or replace(*args))
     trainer._save_snapshot()
-    assert calls == ["fsync", "replace"]
-    before = Path("checkpoint.pt").read_bytes()
+    before, written, fsync = Path("checkpoint.pt").read_bytes(), [], os.fsync
 
-    def torn(what, file, **options):
+    def flush(descriptor: int) -> None:
+        assert Path("checkpoint.pt").read_bytes() == before
+        written.append(load(Path("checkpoint.pt.tmp"))["epoch"])
+        fsync(descriptor)
+
+    def torn(what: dict, file) -> None:
         file.write(b"half")
         raise OSError("the disk is full")
 
+    monkeypatch.setattr(os, "fsync", flush)
+    trainer.epoch = 3
+    trainer._save_snapshot()
+    after = Path("checkpoint.pt").read_bytes()
+    assert written == [3] and load(Path("checkpoint.pt"))["epoch"] == 3
     monkeypatch.setattr(torch, "save", torn)
     with pytest.raises(OSError, match="the disk is full"):
         trainer._save_snapshot()
-    assert Path("checkpoint.pt").read_bytes() == before
+    assert Path("checkpoint.pt").read_bytes() == after
     assert not Path("checkpoint.pt.tmp").exists()
 
 
@@ -112,22 +94,19 @@ def refused(make, script: str, *options: object) -> str:
 
 
 @every_script
-@pytest.mark.parametrize(
-    ("option", "then", "now"),
-    [
+def test_a_run_with_another_setting_is_refused(make, script):
+    for option, then, now in (
         ("model", "mlp", "convnet"),
         ("lr", 0.5, 0.25),
         ("momentum", 0.5, 0.25),
         ("seed", 7, 8),
         ("dataset", "mnist", "fashion-mnist"),
-    ],
-)
-def test_a_run_with_another_setting_is_refused(make, script, option, then, now):
-    model = () if option == "model" else ("--model", "mlp")
-    make(script, *model, f"--{option}", then)[1]._save_snapshot()
-    options = (*model, "--snapshot-path", "checkpoint.pt", f"--{option}", now)
-    line = f"checkpoint.pt was made with --{option} {then}, and this run has {now}"
-    assert refused(make, script, *options) == line
+    ):
+        model = () if option == "model" else ("--model", "mlp")
+        make(script, *model, f"--{option}", then)[1]._save_snapshot()
+        options = (*model, "--snapshot-path", "checkpoint.pt", f"--{option}", now)
+        line = f"checkpoint.pt was made with --{option} {then}, and this run has {now}"
+        assert refused(make, script, *options) == line
 
 
 @every_script
@@ -146,11 +125,11 @@ def test_what_is_not_a_snapshot_is_refused(make, script):
 
 
 @every_script
-def test_a_snapshot_of_mid_epoch_is_for_ddp_torchrun(make, script):
+def test_a_snapshot_of_mid_epoch_is_for_ddp_torchrun_alone(make, script):
     _, trainer = make("ddp_torchrun.py", "--model", "mlp")
+    trainer.epoch = 2
     for name, trainer.samples_seen in (("mid.pt", 32), ("end.pt", 0)):
         trainer.args.snapshot_path = name
-        trainer.epoch = 2
         trainer._save_snapshot()
     options = ("--model", "mlp", "--snapshot-path")
     if script == "ddp_torchrun.py":
@@ -158,15 +137,10 @@ def test_a_snapshot_of_mid_epoch_is_for_ddp_torchrun(make, script):
     else:
         line = "mid.pt was saved in mid-epoch: go on with ddp_torchrun.py"
         assert refused(make, script, *options, "mid.pt") == line
-    assert make(script, *options, "end.pt", "--resume")[1].epoch == 2
-
-
-@every_script
-def test_ddp_torchrun_takes_the_snapshots_of_all(make, script):
-    _, trainer = make(script, "--model", "mlp")
-    trainer.epoch = 2
-    trainer._save_snapshot()
-    _, trainer = make("ddp_torchrun.py", "--model", "mlp", "--amp", "fp16", "--resume")
+    _, trainer = make(script, *options, "end.pt", "--resume")
+    assert trainer.epoch == 2
+    trainer._save_snapshot()  # and ddp_torchrun.py takes this script's
+    _, trainer = make("ddp_torchrun.py", *options, "end.pt", "--amp", "fp16", "--resume")
     assert (trainer.epoch, trainer.samples_seen, trainer.loss_sum) == (2, 0, 0)
 
 

@@ -1,6 +1,11 @@
-"""Who stops when, who waits for whom, and what a parent does about it. In the tests' process."""
+"""Ctrl-C, SIGTERM or the death of a process ends the whole job, and nobody is left.
+
+Four scripts end at once; ddp_torchrun.py saves first. Jobs come first, and then who stops when and
+who waits for whom, in the tests' process. Stops of single ranks: test_resume.py.
+"""
 
 import os
+import re
 import signal
 import time
 from types import SimpleNamespace
@@ -8,39 +13,105 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from helpers.jobs import SCRIPTS
-from helpers.parts import CPU
+from helpers.files import load, same_bytes
+from helpers.jobs import ALONE, TORCHRUN, Job
 
-from common.data import make_digits
-
+SINGLE, PARALLEL = ("single_gpu.py",), ("data_parallel.py",)
+SPAWN2 = ("ddp_spawn.py", "--nproc-per-node", 2)
+NODE2 = ("multinode.py", *ALONE, "--nproc-per-node", 2)
 every_parent = pytest.mark.parametrize("script", ["ddp_spawn.py", "multinode.py"])
+STOPPED = ["stopped: --resume goes on from the last snapshot"]
+KILLED = [
+    "error: process 1 terminated with signal SIGKILL: --resume goes on from the last snapshot"
+]
+ORDINARY = r"total_epochs: |\[rank |\[CPU|Epoch |W\d+ .*Terminating process"
 
 
-def test_all_stop_when_one_must(make, monkeypatch):
-    module, trainer = make("ddp_torchrun.py", "--batch-size", 2)
-    trainer.asked, trainer.ask_every = time.perf_counter(), 10
-    assert trainer._stop_agreed(10, last=False) == 0
-    with monkeypatch.context() as patch:
-        patch.setattr(dist, "all_reduce", lambda tensor, op: tensor.fill_(2))
-        trainer.ask_every = 10
-        assert trainer._stop_agreed(3, last=False) == 0
-        assert trainer._stop_agreed(3, last=True) == 2
-        trainer.ask_every = 10
-        assert trainer._stop_agreed(10, last=False) == 2
-    trainer.ask_every = 10
-    module.on_stop_signal(signal.SIGINT, None)
-    try:
-        assert trainer._stop_agreed(10, last=False) == signal.SIGINT
-    finally:
-        module.stop_signal = 0
-    monkeypatch.setattr(module, "LAUNCHER", -1)
-    monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
-    trainer.ask_every = 10
-    assert trainer._stop_agreed(10, last=False) == signal.SIGTERM  # torchrun was killed
+def end(job: Job, how: str) -> tuple[int, list[str]]:
+    """The status that the job ends with then, and what it says."""
+    pid = job.process.pid
+    if how == "SIGKILL of rank 1":
+        os.kill(job.workers()[1], signal.SIGKILL)
+        return 1, KILLED
+    if how == "SIGKILL of the parent":
+        os.kill(pid, signal.SIGKILL)
+        return -signal.SIGKILL, []
+    if how == "SIGTERM to all":
+        for each in job.pids():
+            os.kill(each, signal.SIGTERM)
+    elif how == "SIGTERM":
+        os.kill(pid, signal.SIGTERM)
+    else:
+        for _ in range(2 if how == "Ctrl-C, twice" else 1):
+            os.killpg(pid, signal.SIGINT)
+    return (143 if "SIGTERM" in how else 130), STOPPED
 
 
-def test_slow_steps_are_asked_after_each(make, monkeypatch):
-    """Ten of them may take longer than torchrun waits for a stop."""
+@pytest.mark.parametrize(
+    ("launch", "how", "forked"),
+    [
+        (SINGLE, "SIGTERM", True),
+        (SINGLE, "Ctrl-C, twice", True),
+        (PARALLEL, "SIGTERM", True),
+        (PARALLEL, "Ctrl-C, twice", True),
+        (SPAWN2, "SIGTERM", True),
+        (SPAWN2, "SIGTERM to all", True),
+        (SPAWN2, "Ctrl-C, twice", True),
+        (SPAWN2, "Ctrl-C", False),
+        (SPAWN2, "SIGKILL of the parent", True),
+        (SPAWN2, "SIGKILL of rank 1", True),
+        ((*SPAWN2, "--num-workers", 1), "SIGKILL of rank 1", True),
+        (NODE2, "SIGTERM to all", True),
+        (NODE2, "Ctrl-C, twice", True),
+        (NODE2, "SIGKILL of the parent", True),
+        (NODE2, "SIGKILL of rank 1", True),
+    ],
+)
+def test_a_job_ends_at_once_and_keeps_its_last_snapshot(
+    start, tmp_path, fashion, launch, how, forked
+):
+    script, *options = launch
+    job = start(script, 999, *options, *fashion(200, 10), "--log-interval", 1, fork=forked)
+    job.wait_for(r"Epoch 1 \| Step 3 ")
+    status, said = end(job, how)
+    text = job.finish(status, seconds=30)
+    assert [line for line in text.splitlines() if not re.match(ORDINARY, line)] == said, text
+    # It may have been saved, and not yet said.
+    assert load(tmp_path / "checkpoint.pt")["epoch"] - text.count("checkpoint saved") in (0, 1)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "SIGTERM to all",
+        "SIGKILL of the parent",
+        pytest.param("Ctrl-C", marks=pytest.mark.slow("torchrun passes it on like SIGTERM")),
+    ],
+)
+def test_torchruns_workers_save_in_mid_epoch(fork, start, tmp_path, fashion, how):
+    """The loader's workers go on until then. (Status 1 is torchrun's.)"""
+    launch = TORCHRUN.format(2)
+    options = (1, *fashion(400, 10), "--model", "convnet", "--batch-size", 8, "--num-workers", 1)
+    fork(launch, *options[:-2], "--snapshot-path", "whole.pt")
+    job = start(launch, *options, "--log-interval", 1, LADDER_SLOW=0)
+    job.wait_for(r"Epoch 0 \| Step 7 ")
+    end(job, how)
+    late = time.monotonic() + 60
+    while "Stopped at" not in job.text and time.monotonic() < late:
+        time.sleep(0.05)
+    text = job.finish(None)
+    assert job.process.returncode == (-signal.SIGKILL if how == "SIGKILL of the parent" else 1)
+    (seen,) = re.findall(r"^Epoch 0 \| Stopped at sample (\d+), saved$", text, re.M)
+    # torchrun shows a traceback of its own
+    assert 'ddp_torchrun.py", line' not in text and "DataLoader worker" not in text, text
+    whole, stopped = load(tmp_path / "whole.pt"), load(tmp_path / "checkpoint.pt")
+    assert 0 < stopped["samples_seen"] == int(seen) < 400 and not same_bytes(stopped, whole)
+    fork(launch, *options[:-2], "--resume")
+    assert same_bytes(load(tmp_path / "checkpoint.pt"), whole)
+
+
+def test_the_ranks_ask_each_other_at_every_tenth_step_or_after_each_slow_one(make, monkeypatch):
+    """Ten slow ones may take longer than torchrun waits for a stop."""
     _, trainer = make("ddp_torchrun.py", "--batch-size", 2)
     trainer.asked, trainer.ask_every = time.perf_counter(), 1
     asked, all_reduce = [], dist.all_reduce
@@ -52,80 +123,22 @@ def test_slow_steps_are_asked_after_each(make, monkeypatch):
     assert len(asked) == 6
     trainer._stop_agreed(11, last=False)
     assert len(asked) == 6
+    trainer._stop_agreed(11, last=True)
+    assert len(asked) == 7
 
 
-def test_a_stopped_epoch_is_saved_and_gives_the_signals_status(make, monkeypatch, capsys):
-    _, trainer = make("ddp_torchrun.py", 9, "--batch-size", 8)
-    saved = []
-    monkeypatch.setattr(trainer, "_save_snapshot", lambda: saved.append(trainer.samples_seen))
-    monkeypatch.setattr(trainer, "_stop_agreed", lambda step, last: 15 if step == 3 else 0)
-    capsys.readouterr()
-    assert trainer.train(9) == signal.SIGTERM
-    assert saved == [24]
-    assert capsys.readouterr().out.endswith("\nEpoch 0 | Stopped at sample 24, saved\n")
-
-
-@pytest.mark.parametrize(
-    ("signum", "status"), [(0, 0), (signal.SIGTERM, 143), (signal.SIGINT, 130)]
-)
-def test_the_status_of_ddp_torchrun(make, monkeypatch, parse, signum, status):
-    module, args = parse("ddp_torchrun.py")
-    data = (make_digits(40, 0), make_digits(10, 1))
-    monkeypatch.setattr(module, "load_dataset", lambda *_: data)
-    monkeypatch.setattr(module.Trainer, "train", lambda self, total_epochs: signum)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    assert module.main(args) == status
-
-
-@pytest.mark.parametrize("script", [name for name in SCRIPTS if name != "ddp_torchrun.py"])
-@pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_stop_is_said_once_and_ends_the_process(parse, monkeypatch, script, signum, status):
-    module, _ = parse(script)
-    given, written = [], []
-    monkeypatch.setattr(signal, "signal", lambda *args: given.append(args))
-    monkeypatch.setattr(os, "write", lambda *args: written.append(args))
-    with pytest.raises(SystemExit) as caught:
-        module.stop(signum, None)
-    assert caught.value.code == status
-    assert given == [(signum, signal.SIG_IGN)]
-    assert written == [(2, b"stopped: --resume goes on from the last snapshot\n")]
-
-
-def spawned(parse, monkeypatch, script: str, join) -> list:
-    """What happens while the script's parent starts two processes and joins them."""
-    events = []
-    children = [SimpleNamespace(kill=lambda: events.append("kill")) for _ in range(2)]
-    context = SimpleNamespace(processes=children, join=join)
+@every_parent
+def test_a_parent_waits_for_all_its_processes(parse, monkeypatch, script):
+    """From their first moment on, Ctrl-C is heard by the parent alone."""
+    events, joined = [], iter([False, False, True])
+    context = SimpleNamespace(join=lambda grace_period: next(joined))
     module, args = parse(script)
     monkeypatch.setattr(mp, "spawn", lambda *_, join: events.append("spawn") or context)
-    monkeypatch.setattr(mp, "active_children", lambda: children)
+    monkeypatch.setattr(mp, "active_children", list)
     monkeypatch.setattr(signal, "signal", lambda *given: events.append(given))
-    try:
-        module.spawn((args,), 2)
-    except SystemExit as error:
-        events.append(error.code)
-    return events
-
-
-@every_parent
-@pytest.mark.parametrize("code", [1, 143, -9])
-def test_a_parent_passes_on_a_status_and_kills_who_is_left(parse, monkeypatch, script, code):
-    def join(grace_period):
-        raise mp.ProcessExitedException("process 1 terminated ...", 1, 1, code)
-
-    events = spawned(parse, monkeypatch, script, join)
-    start = events.index("spawn")
-    assert events[start - 1] == (signal.SIGINT, signal.SIG_IGN)  # children inherit it
-    assert events[start + 1][0] == signal.SIGINT and events[start + 1][1].__name__ == "stop"
-    killed = "error: process 1 terminated ...: --resume goes on from the last snapshot"
-    assert events[-3:] == ["kill", "kill", killed if code < 0 else code]
-
-
-@every_parent
-def test_a_parent_waits_for_as_long_as_nobody_asks_it_to_stop(parse, monkeypatch, script):
-    joined = iter([False] * 99 + [True])
-    events = spawned(parse, monkeypatch, script, lambda grace_period: next(joined))
-    assert not [*joined] and events[-1] == "kill"
+    module.spawn((args,), 2)
+    assert not [*joined]
+    assert events == [(signal.SIGINT, signal.SIG_IGN), "spawn", (signal.SIGINT, module.stop)]
 
 
 @every_parent
@@ -134,20 +147,3 @@ def test_a_process_whose_parent_was_killed_meanwhile_ends(make, monkeypatch, scr
     monkeypatch.setattr(mp, "parent_process", lambda: next(parents))
     with pytest.raises(SystemExit, match="1"):
         make(script)
-
-
-@pytest.mark.parametrize("script", SCRIPTS[3:])
-def test_one_after_the_other_prepares_the_data(parse, monkeypatch, script):
-    """Rank 0, then the first process of each other node, then all: each but once."""
-    data, calls = (make_digits(10, 0), make_digits(10, 1)), []
-    module, args = parse(script)
-    monkeypatch.setattr(dist, "barrier", lambda: calls.append("barrier"))
-    monkeypatch.setattr(module, "load_dataset", lambda *_: calls.append("data") or data)
-    for rank, local_rank, turn in ((0, 0, 0), (2, 0, 1), (1, 1, 2), (3, 1, 2)):
-        calls.clear()
-        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
-        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
-        module.load_train_objs(args, *((local_rank,) if script == "multinode.py" else ()), CPU)
-        expected = ["barrier"] * 3
-        expected.insert(turn, "data")
-        assert calls == expected
