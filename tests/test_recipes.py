@@ -61,7 +61,7 @@ def test_images_from_disk(apply, capsys, tmp_path):
             for number in range(count):
                 picture = Image.new("RGB", (30, 24), name)
                 picture.save(tmp_path / "photos" / part / name / f"{number}.png")
-    options = (4, "--data-dir", "photos", "--batch-size", 8, "--num-workers", 1)
+    options = (4, "--data-dir", "photos", "--batch-size", 8)
     _, trainer = apply("images", *options, edit=lambda recipe: recipe.replace("= 224", "= 32"))
     trainer.train(4)
     first, *_, last = epochs(capsys.readouterr().out)
