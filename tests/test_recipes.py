@@ -94,18 +94,17 @@ def test_warm_up_and_cosine_are_resumed_and_at_another_rate(apply, monkeypatch, 
     assert rates[:6] == sorted(rates[:6]) and rates[0] < 0.002 and rates[5] == pytest.approx(0.1)
     assert rates[5:] == sorted(rates[5:], reverse=True) and len(rates) == 15
     module, trainer = apply("schedule", 3, *SMALL)
-    trainer.train(1)
     module.stop_signal = signal.SIGTERM
     assert trainer.train(3) == signal.SIGTERM
     stopped = load(tmp_path / "checkpoint.pt")
-    assert stopped["epoch"] == 1 and stopped["samples_seen"] == 8
+    assert stopped["epoch"] == 0 and stopped["samples_seen"] == 8
     apply("schedule", 3, *SMALL, "--resume")[1].train(3)
     assert same_bytes(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt"))
     torch.save(stopped, tmp_path / "checkpoint.pt")
     monkeypatch.setattr(sys, "argv", ["", "checkpoint.pt", "0.2"])
     runpy.run_path(FOLDER / "change_lr.py")
     _, trainer = apply("schedule", 3, *SMALL[:-1], 0.2, "--resume")
-    assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(2 * rates[6])
+    assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(2 * rates[1])
     trainer.train(2)
     assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(2 * rates[10])
 

@@ -1,6 +1,6 @@
 """Write another learning rate into a snapshot, for a run that is resumed with this rate.
 
-    python docs/recipes/change_lr.py checkpoint.pt 0.001
+Run it with `python docs/recipes/change_lr.py checkpoint.pt 0.001`.
 """
 
 import sys
