@@ -250,13 +250,13 @@ def test_an_option_is_in_force(tools, row, script):
     assert ours[0] != pytest.approx(ours[1], abs=1e-4), (
         f"{row.option} does nothing in {script}: with {one} and with {other} one sees {ours[0]}"
     )
-    expected, where = row.expected or row.values, ""
+    expected, where = row.expected or row.values, "the table"
     if row.seen is the_losses:
-        another = row.scripts[-1 if script == row.scripts[0] else 0]
-        expected, where = seen(another), f", but in {another}"
+        where = row.scripts[-1 if script == row.scripts[0] else 0]
+        expected = seen(where)
     for value, mine, right in zip(row.values, ours, expected, strict=True):
         assert mine == pytest.approx(right, abs=1e-4), (
-            f"{row.option} {value} gives {mine} in {script}{where}, and not {right}"
+            f"{row.option} {value} gives {mine} in {script}, and {right} in {where}"
         )
 
 
