@@ -104,7 +104,8 @@ def data_error(name: str, folder: Path | str) -> str:
 def test_damaged_files(tmp_path):
     path = idx_files(tmp_path, 100, 10) / "FashionMNIST/raw/train-images-idx3-ubyte"
     whole = path.read_bytes()
-    for damage in (whole[:5000], b"", whole[:16] + whole[16 : 16 + 784 * 99]):
+    other = idx_files(tmp_path / "other", 99, 10) / "FashionMNIST/raw/train-images-idx3-ubyte"
+    for damage in (whole[:5000], b"", other.read_bytes()):
         path.write_bytes(damage)
         line = data_error("fashion-mnist", tmp_path)
         assert line.startswith(f"error: FashionMNIST in {tmp_path} is damaged or incomplete (")

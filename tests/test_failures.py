@@ -27,10 +27,9 @@ def temporary(tmp_path):
 
 
 @pytest.mark.parametrize(("launch", "rank"), [(SPAWN2, 1), (NODE2, 0)])
-def test_an_exception_of_any_rank(fork, temporary, fashion, launch, rank):
+def test_an_exception_of_any_rank(fork, fashion, launch, rank):
     """With its traceback, and not with that of a rank which has lost it."""
-    env = {"LADDER_RAISE": f"{rank}:5", "TMPDIR": temporary}
-    text = fork(*launch, 9, *fashion(100, 10), status=1, **env)
+    text = fork(*launch, 9, *fashion(100, 10), status=1, LADDER_RAISE=f"{rank}:5")
     assert f"-- Process {rank} terminated with the following error:" in text
     assert "in _run_batch" in text and "ArithmeticError: the test's own error" in text
     assert "Connection closed" not in text and "Epoch 3 " not in text
@@ -89,10 +88,10 @@ def test_ctrl_c_while_another_node_is_missing(start, tmp_path):
 @pytest.mark.parametrize(
     ("launch", "signum", "status"), [(SPAWN2, signal.SIGINT, 130), (NODE2, signal.SIGTERM, 143)]
 )
-def test_a_stop_request_while_a_rank_hangs(start, temporary, fashion, launch, signum, status):
+def test_a_stop_request_while_a_rank_hangs(start, fashion, launch, signum, status):
     """The other one waits for it in an all-reduce, for --timeout, 600 seconds."""
     options = (50, *fashion(1000, 10), "--log-interval", 1)
-    job = start(*launch, *options, fork=True, TMPDIR=temporary)
+    job = start(*launch, *options, fork=True)
     job.wait_for("Step 3 ")
     os.kill(job.workers()[1], signal.SIGSTOP)
     time.sleep(1)
