@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from helpers.files import idx_files, load  # noqa: E402
+from helpers.files import idx_files  # noqa: E402
 from helpers.forks import start_the_server, stop_the_server  # noqa: E402
 from helpers.jobs import SITE, Job, command, refusal  # noqa: E402
 
@@ -196,24 +196,6 @@ def refuse(command_line, capsys, tmp_path):
         return refusal(capsys.readouterr().err, script, tmp_path)
 
     return refuse
-
-
-@pytest.fixture(scope="session")
-def whole(tmp_path_factory):
-    """whole(launch) -> arguments, output and snapshot of a run that nobody stopped; made once."""
-    folder = tmp_path_factory.mktemp("whole")
-    data = ("--dataset", "fashion-mnist", "--data-dir", str(idx_files(folder, 4_000, 10)))
-    made = {}
-
-    def whole(launch: tuple) -> tuple[tuple, str, dict]:
-        # The ConvNet has dropout: its masks are the same only if they are seeded as before.
-        options = (2, *launch[1:], *data, "--model", "convnet", "--log-interval", 1)
-        if launch not in made:
-            text = Job(command(launch[0], *options), folder, {}, fork=True).finish()
-            made[launch] = text, load(folder / "checkpoint.pt")
-        return options, *made[launch]
-
-    return whole
 
 
 @pytest.fixture

@@ -82,6 +82,8 @@ def start_the_server() -> None:
 
 
 def stop_the_server() -> None:
+    for process in multiprocessing.active_children():  # a failed test's: it would wait for them
+        process.kill()
     multiprocessing.forkserver._forkserver._stop()
 
 

@@ -143,10 +143,6 @@ class Hosts:
             tbf = ("root", "tbf", "rate", rate, "burst", "64k", "latency", "400ms")
             run("tc", "-n", self.name(each), "qdisc", "replace", "dev", "eth0", *tbf)
 
-    def unshape(self, host: int | None = None) -> None:
-        for each in range(self.count) if host is None else [host]:
-            run("tc", "-n", self.name(each), "qdisc", "del", "dev", "eth0", "root")
-
     def pids(self, host: int) -> list[int]:
         """All living processes on the host."""
         return [int(pid) for pid in run("ip", "netns", "pids", self.name(host)).split()]

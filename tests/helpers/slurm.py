@@ -52,10 +52,10 @@ def slurm_requirements() -> str | None:
 class Slurm:
     """A Slurm cluster on the hosts, each with 4 CPUs; slurmctld on the first; no accounting.
 
-    One at a time on the machine: a second one waits. `settings` go into slurm.conf.
+    One at a time on the machine: a second one waits.
     """
 
-    def __init__(self, hosts: Hosts, **settings: object) -> None:
+    def __init__(self, hosts: Hosts) -> None:
         self.hosts = hosts
         self.daemons: list[subprocess.Popen] = []
         # Not a test's folder: Slurm's sockets lie in it, and their paths must be short.
@@ -64,18 +64,17 @@ class Slurm:
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         atexit.register(self.close)
         try:
-            self._start(settings)
+            self._start()
         except BaseException:
             self.close()
             raise
 
-    def _start(self, settings: Mapping[str, object]) -> None:
+    def _start(self) -> None:
         hosts, folder = self.hosts, self.folder
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         names = [hosts.name(host) for host in range(hosts.count)]
         conf = SLURM_CONF.format(name=names[0], address=hosts.address(0), folder=folder)
-        conf += "".join(f"{name}={value}\n" for name, value in settings.items())
         for host, name in enumerate(names):
             conf += f"NodeName={name} NodeAddr={hosts.address(host)} CPUs=4 RealMemory=16000\n"
             (folder / name).mkdir()
@@ -149,9 +148,6 @@ class Slurm:
         shown = run(*self.command(["scontrol", "--oneliner", "show", "job", job]))
         return re.search(rf"(?:^| ){field}=(\S*)", shown).group(1)
 
-    def state(self, job: int) -> str:
-        return self.show(job, "JobState")
-
     def exit_code(self, job: int) -> int:
         """That of the batch script; the negative number of the signal that ended it."""
         code, number = map(int, self.show(job, "ExitCode").split(":"))
@@ -161,7 +157,7 @@ class Slurm:
         """The state, as soon as it is one of `states`. A final state that is not fails at once."""
         wanted = {states} if isinstance(states, str) else set(states)
         end = time.monotonic() + seconds
-        while (state := self.state(job)) not in wanted:
+        while (state := self.show(job, "JobState")) not in wanted:
             late = state in FINAL or time.monotonic() > end
             assert not late, f"job {job} is {state}, not {wanted}\n{self.log}"
             time.sleep(0.1)

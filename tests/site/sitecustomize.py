@@ -4,14 +4,10 @@ with this folder on PYTHONPATH. The scripts know nothing of it. Each hook has a 
 LADDER_DTYPE=float64     torch's default dtype
 LADDER_TRACE=folder      every batch's indices, a line each, in a file for each process
 LADDER_RAISE=rank:step   cross_entropy raises in that rank at that call
-LADDER_HANG=seconds      os.fsync prints "in fsync" and takes that long
 LADDER_MD5=skip          torchvision takes CIFAR-10 files of any checksum
 LADDER_CHUNKS=n          nn.DataParallel splits over n devices, all of them the CPU
-LADDER_MACHINE=n         as if the machine had n CUDA devices (that cannot compute)
 LADDER_CPU=1             no accelerator is found, whatever the machine has: for all tests but the
                          GPU's own, see conftest.py, and for the benchmarks' cases of the CPU
-LADDER_FAKE_GPUS=n       torch.accelerator reports n CUDA devices, with LADDER_CPU too
-LADDER_DIE=rank          this rank exits with status 3 before it joins the group
 LADDER_CHECKSUM=1        every rank prints one of its DDP module's weights when it leaves the group
 LADDER_ATEXIT=1          every process prints "Python ends" where Python does, and its threads
 LADDER_SLOW=rank         this rank sleeps for 0.3 s after every step of the optimizer
@@ -28,11 +24,6 @@ hooks.pop("MARK", None)  # that is conftest's
 # multiprocessing's resource tracker is a Python process, too, and needs none of this.
 if hooks and not any("resource_tracker" in word for word in sys.orig_argv):
     import torch
-
-    if "MACHINE" in hooks:
-        torch._C._accelerator_getAccelerator = lambda: torch.device("cuda")
-        torch.cuda.is_available = lambda: True
-        torch.cuda.device_count = lambda: int(hooks["MACHINE"])
 
     if "CPU" in hooks:
         # The scripts ask torch.accelerator; nn.DataParallel asks the devices' own modules.
@@ -75,28 +66,10 @@ if hooks and not any("resource_tracker" in word for word in sys.orig_argv):
 
         F.cross_entropy = failing
 
-    if "HANG" in hooks:
-
-        def fsync(descriptor):
-            print("in fsync", flush=True)
-            time.sleep(float(hooks["HANG"]))
-
-        os.fsync = fsync
-
     if "MD5" in hooks:
         import torchvision.datasets.cifar as cifar
 
         cifar.check_integrity = lambda path, md5=None: os.path.exists(path)
-
-    if "DIE" in hooks:
-        init_process_group = torch.distributed.init_process_group
-
-        def dying(*args, **kwargs):
-            if kwargs["rank"] == int(hooks["DIE"]):
-                os._exit(3)
-            return init_process_group(*args, **kwargs)
-
-        torch.distributed.init_process_group = dying
 
     if "CHECKSUM" in hooks:
         import hashlib
@@ -138,13 +111,6 @@ if hooks and not any("resource_tracker" in word for word in sys.orig_argv):
             return result
 
         torch.optim.SGD.step = slow_step
-
-    if "FAKE_GPUS" in hooks:
-        torch.accelerator.current_accelerator = lambda check_available=False: torch.device("cuda")
-        torch.accelerator.is_available = lambda: True
-        torch.accelerator.device_count = lambda: int(hooks["FAKE_GPUS"])
-        # The rest of torch is told too, so that only the number of devices is refused.
-        torch.distributed.is_backend_available = lambda backend: True
 
     if "CHUNKS" in hooks:
         import contextlib

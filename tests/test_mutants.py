@@ -1,0 +1,190 @@
+"""The tests fail when a script is broken: each mutant below has one piece of one file replaced.
+
+A mutant stands under the test that must notice it, which runs in a copy of the repository.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from helpers.jobs import ROOT
+
+SINGLE, PARALLEL, SPAWN = "single_gpu.py", "data_parallel.py", "ddp_spawn.py"
+TORCHRUN, NODES, DATA = "ddp_torchrun.py", "multinode.py", "common/data.py"
+
+# test: [(file, a piece that it has once, what stands there instead), ...]
+MUTANTS = {
+    "test_same_job.py::test_the_same_steps_on_every_sample_once": [
+        (SPAWN, "loss * len(targets) * self.world_size / size", "loss"),
+        (TORCHRUN, "len(micro_targets) * self.world_size / size", "1 / parts"),
+        (NODES, "set_seed(device, args.seed)  #", "set_seed(device, args.seed, rank)  #"),
+        (DATA, "order[first + self.rank :", "order[first :"),
+        (DATA, "[size] * (steps - larger) + [size + 1] * larger", "[size] * steps"),
+        (SPAWN, "range(rank, len(test_set), world_size)", "range(len(test_set))"),
+        (NODES, "dist.all_reduce(loss_sum)", "pass"),
+    ],
+    "test_same_job.py::test_no_share_is_empty_with_batches_of_one": [
+        (DATA, "remaining // self.world_size)", "remaining)"),
+    ],
+    "test_steps.py::test_evaluation_is_with_the_buffers_of_rank_0_and_not_through_ddp": [
+        (TORCHRUN, "self.model.module(source)", "self.model(source)"),
+    ],
+    "test_same_job.py::test_evaluation_is_of_the_saved_model": [
+        (NODES, "dist.broadcast(buffer, src=0)", "pass"),
+        (SPAWN, "dist.all_reduce(sums)", "pass"),
+    ],
+    "test_steps.py::test_every_rank_takes_as_many_micro_batches": [
+        (TORCHRUN, "size // self.world_size)", "size)"),
+    ],
+    "test_steps.py::test_a_step_is_on_the_mean_over_the_global_batch": [
+        (TORCHRUN, "else self.model.no_sync()", "else contextlib.nullcontext()"),
+    ],
+    "test_steps.py::test_copies_are_waited_for_unless_memory_is_pinned": [
+        (SPAWN, 'device.type not in ("cpu", "mps")', "True"),
+    ],
+    "test_steps.py::test_dropout_in_training_and_all_units_in_evaluation": [
+        (PARALLEL, "self.model.eval()", "pass"),
+        (SINGLE, "self.model.train()", "pass"),
+    ],
+    "test_steps.py::test_ddp_has_its_order_of_summation_before_training": [
+        (TORCHRUN, "self._settle_buckets()\n", "pass\n"),
+    ],
+    "test_seed.py::test_each_epoch_has_its_order_and_its_random_numbers": [
+        (SINGLE, "set_seed(self.device, self.args.seed, 0, epoch)", "pass"),
+        (PARALLEL, "batch_sampler.set_epoch(epoch)", "batch_sampler.set_epoch(0)"),
+        (NODES, "self.args.seed, self.rank, epoch)", "self.args.seed, epoch)"),
+    ],
+    "test_seed.py::test_loading_data_draws_nothing_from_the_models_numbers": [
+        (SPAWN, "torch.Generator().manual_seed(torch.initial_seed())", "None"),
+    ],
+    "test_snapshots.py::test_a_snapshot_is_written_whole_or_not_at_all": [
+        (SINGLE, "os.fsync(file.fileno())", "pass"),
+        (PARALLEL, "temporary.unlink(missing_ok=True)", "pass"),
+        (NODES, 'Path(f"{self.args.snapshot_path}.tmp")', "Path(self.args.snapshot_path)"),
+    ],
+    "test_snapshots.py::test_saved_every_nth_epoch_and_after_the_last": [
+        (SPAWN, " or self.epoch == total_epochs", ""),
+    ],
+    "test_snapshots.py::test_what_is_saved_is_what_is_loaded": [
+        (NODES, '"model": self.model.module', '"model": self.model'),
+        (SINGLE, 'self.optimizer.load_state_dict(snapshot["optimizer"])', "pass"),
+        (PARALLEL, 'self.schedule.load_state_dict(snapshot["schedule"])', "pass"),
+        (TORCHRUN, "self.scaler.load_state_dict(", "dict("),
+    ],
+    "test_snapshots.py::test_a_run_with_another_setting_is_refused": [
+        (SINGLE, '"lr", "momentum", "seed")', '"lr", "momentum")'),
+    ],
+    "test_snapshots.py::test_what_is_not_a_snapshot_is_refused": [
+        (PARALLEL, "weights_only=True", "weights_only=False"),
+    ],
+    "test_snapshots.py::test_a_snapshot_of_mid_epoch_is_for_ddp_torchrun_alone": [
+        (SPAWN, 'if snapshot.get("samples_seen"):', "if False:"),
+    ],
+    "test_snapshots.py::test_another_global_batch_is_said": [
+        (NODES, 'if snapshot["global_batch"] !=', "if None is"),
+    ],
+    "test_resume.py::test_an_epoch_goes_on_in_the_middle": [
+        (TORCHRUN, 'snapshot.get("samples_seen", 0)', "0"),
+    ],
+    "test_resume.py::test_a_stop_in_mid_epoch_goes_on_at_any_world_size": [
+        (
+            TORCHRUN,
+            'snapshot.get("loss_sum", 0) if self.rank == 0',
+            'snapshot.get("loss_sum", 0) if True',
+        ),
+    ],
+    "test_stopping.py::test_a_job_ends_at_once_and_keeps_its_last_snapshot": [
+        (SINGLE, "signal.signal(signal.SIGTERM, stop)", "pass"),
+        (PARALLEL, "sys.exit(128 + signum)", "sys.exit(1)"),
+    ],
+    "test_stopping.py::test_torchruns_workers_save_in_mid_epoch": [
+        (TORCHRUN, "signal.SIGTERM if orphaned else stop_signal", "stop_signal"),
+        (TORCHRUN, "worker_init_fn=follow,", ""),
+    ],
+    "test_stopping.py::test_the_ranks_ask_each_other_at_every_tenth_step_or_after_each_slow_one": [
+        (TORCHRUN, "op=dist.ReduceOp.MAX", "op=dist.ReduceOp.MIN"),
+        (TORCHRUN, "1 if slow_anywhere else 10", "10"),
+    ],
+    "test_stopping.py::test_a_process_whose_parent_was_killed_meanwhile_ends": [
+        (SPAWN, "if not mp.parent_process().is_alive():", "if False:"),
+    ],
+    "test_failures.py::test_a_stop_request_while_a_rank_hangs": [
+        (SPAWN, "grace_period=2", ""),
+    ],
+    "test_failures.py::test_what_is_registered_for_the_end_is_run": [
+        (SPAWN, "import torch.distributed.nn  #", "#"),
+        (TORCHRUN, "del trainer  #", "pass  #"),
+    ],
+    "test_errors.py::test_a_mistake": [
+        (SINGLE, "path.is_dir() or not os.access(path.parent, os.W_OK)", "False"),
+        (SPAWN, "args.device not in serves or", "args.device in serves and"),
+        (NODES, "not 0 <= args.rank < args.world_size", "args.rank < 0"),
+    ],
+    "test_errors.py::test_a_mistake_on_the_command_line": [
+        (DATA, "class DataError(SystemExit)", "class DataError(Exception)"),
+    ],
+    "test_devices.py::test_a_process_for_each_device_and_no_more": [
+        (SPAWN, "args.nproc_per_node > count:", "False:"),
+    ],
+    "test_devices.py::test_a_process_gets_its_device_its_threads_and_its_interface": [
+        (SPAWN, "torch.get_num_threads() // args.nproc_per_node", "torch.get_num_threads()"),
+        (TORCHRUN, 'os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)', "pass"),
+    ],
+    "test_devices.py::test_gloo_is_taken_where_nccl_is_not_built": [
+        (NODES, 'backend = "gloo"', "pass"),
+    ],
+    "test_joining.py::test_who_is_missing_double_or_of_another_world": [
+        (NODES, "if store.add(", "if 0 * store.add("),
+        (NODES, "if told != world:", "if False:"),
+        (NODES, "time.monotonic() > end", "False"),
+    ],
+    "test_joining.py::test_calls_on_one_host_share_its_cores_and_devices": [
+        (NODES, "hosts[: args.rank].count(here)", "0"),
+    ],
+    "test_options.py::test_an_option_is_in_force[--lr-data_parallel.py]": [
+        (PARALLEL, "lr=args.lr", "lr=0.01"),
+    ],
+    "test_options.py::test_an_option_is_in_force[--amp-ddp_torchrun.py]": [
+        (TORCHRUN, 'enabled=args.amp != "off"', "enabled=False"),
+    ],
+    "test_options.py::test_a_number_below_its_range_is_refused": [
+        (SINGLE, "if not value >= low:", "if False:"),
+    ],
+}
+ALL = [(test, *mutant) for test, mutants in MUTANTS.items() for mutant in mutants]
+
+
+def test_no_mutant_is_stale():
+    stale = [f"{file}: {piece!r}" for _, file, piece, _ in ALL if text(file).count(piece) != 1]
+    for test in MUTANTS:
+        file, name = re.match(r"(\w+\.py)::(\w+)", test).groups()
+        if f"\ndef {name}(" not in text(f"tests/{file}"):
+            stale.append(f"{test} is not there")
+    assert not stale, "\n".join(stale)
+
+
+def text(file: str) -> str:
+    return (ROOT / file).read_text()
+
+
+@pytest.mark.slow("sixty runs of pytest")
+@pytest.mark.parametrize(("test", "file", "piece", "other"), ALL)
+def test_a_broken_script_is_noticed(tmp_path, test, file, piece, other):
+    copy = tmp_path / "copy"
+    ignored = shutil.ignore_patterns(".*", "__pycache__", "data", "*.svg", "*.json", "*.pt")
+    shutil.copytree(ROOT, copy, ignore=ignored)
+    (copy / file).write_text(text(file).replace(piece, other))
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    words = ["-m", "pytest", "-n", "0", "-x", "-q", "-m"]
+    done = subprocess.run(
+        [sys.executable, *words, "", f"tests/{test}"],
+        cwd=copy,
+        env={**env, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 1, f"not noticed by {test}:\n{done.stdout[-2000:]}{done.stderr}"
