@@ -89,15 +89,6 @@ def test_the_sentence_names_what_costs_most(monkeypatch):
         assert verdict(changed_ranks, step, 1.5e9, 1).startswith(sentence)
 
 
-def test_what_linux_says_of_an_interface(monkeypatch, tmp_path):
-    assert checking.bytes_sent()["lo"] >= 0
-    monkeypatch.setattr(checking, "Path", lambda *parts: tmp_path.joinpath(parts[-2]))
-    for text, bytes_per_second in (("1000\n", 125e6), ("-1\n", 0), ("", 0)):
-        (tmp_path / "eth0").write_text(text)
-        assert checking.nominal_speed("eth0") == bytes_per_second
-    assert checking.nominal_speed("eth1") == 0
-
-
 @pytest.fixture
 def clock(monkeypatch):
     """clock(seconds): so much time goes by, and otherwise none. clock.now[0] is the time."""
@@ -278,8 +269,7 @@ def test_it_finds_the_speed_of_the_link(tmp_path):
             jobs.append(Job(line, tmp_path / f"host{rank}", env, fork=True, host=hosts.name(rank)))
         text, _ = (job.finish() for job in jobs)
     found = re.search(r"^All-reduce \| 2.68 MB \| (\S+) ms \| (\S+) GB/s$", text, re.M)
-    reduce, speed = map(float, found.groups())
-    # 2.7 MB at 0.1 Gbit/s, with tbf's burst on top; less where other tests use the cores.
-    assert 0.06 < 8 * speed < 0.13 and 200 < reduce < 350, text
+    # 0.1 Gbit/s, with tbf's burst on top; less where other tests use the cores.
+    assert 0.02 < 8 * float(found[2]) < 0.13, text
     assert "\nVerdict | the link is the limit, 0.01" in text
     assert all(nothing_is_left(tmp_path / name) for name in ("host0", "host1"))

@@ -86,14 +86,22 @@ def test_ctrl_c_while_another_node_is_missing(start, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("launch", "signum", "status"), [(SPAWN2, signal.SIGINT, 130), (NODE2, signal.SIGTERM, 143)]
+    ("launch", "signum", "status", "end"),
+    [
+        (SPAWN2, signal.SIGINT, 130, STOPPED),
+        (NODE2, signal.SIGTERM, 143, STOPPED),
+        (SPAWN2, signal.SIGKILL, 1, "error: process 0 terminated with signal SIGKILL: --resume"),
+    ],
 )
-def test_a_stop_request_while_a_rank_hangs(start, fashion, launch, signum, status):
+def test_a_stop_request_or_a_killed_rank_while_another_rank_hangs(
+    start, fashion, launch, signum, status, end
+):
     """The other one waits for it in an all-reduce, for --timeout, 600 seconds."""
     options = (50, *fashion(1000, 10), "--log-interval", 1)
     job = start(*launch, *options, fork=True)
     job.wait_for("Step 3 ")
-    os.kill(job.workers()[1], signal.SIGSTOP)
+    other, hanging = job.workers()
+    os.kill(hanging, signal.SIGSTOP)
     time.sleep(1)
-    os.killpg(job.process.pid, signum)
-    assert job.finish(status, seconds=15).endswith(STOPPED)
+    os.kill(other if signum == signal.SIGKILL else job.process.pid, signum)
+    assert end in job.finish(status, seconds=15)[-200:]

@@ -71,7 +71,6 @@ MUTANTS = {
     "test_snapshots.py::test_what_is_saved_is_what_is_loaded": [
         (NODES, '"model": self.model.module', '"model": self.model'),
         (SINGLE, 'self.optimizer.load_state_dict(snapshot["optimizer"])', "pass"),
-        (PARALLEL, 'self.schedule.load_state_dict(snapshot["schedule"])', "pass"),
         (TORCHRUN, "self.scaler.load_state_dict(", "dict("),
     ],
     "test_snapshots.py::test_a_run_with_another_setting_is_refused": [
@@ -86,10 +85,14 @@ MUTANTS = {
     "test_snapshots.py::test_another_global_batch_is_said": [
         (NODES, 'if snapshot["global_batch"] !=', "if None is"),
     ],
+    "test_resume.py::test_one_process_with_any_optimizer_and_schedule": [
+        (PARALLEL, 'self.schedule.load_state_dict(snapshot["schedule"])', "pass"),
+    ],
     "test_resume.py::test_an_epoch_goes_on_in_the_middle": [
         (TORCHRUN, 'snapshot.get("samples_seen", 0)', "0"),
     ],
     "test_resume.py::test_a_stop_in_mid_epoch_goes_on_at_any_world_size": [
+        (TORCHRUN, "op=dist.ReduceOp.MAX", "op=dist.ReduceOp.MIN"),
         (
             TORCHRUN,
             'snapshot.get("loss_sum", 0) if self.rank == 0',
@@ -99,19 +102,18 @@ MUTANTS = {
     "test_stopping.py::test_a_job_ends_at_once_and_keeps_its_last_snapshot": [
         (SINGLE, "signal.signal(signal.SIGTERM, stop)", "pass"),
         (PARALLEL, "sys.exit(128 + signum)", "sys.exit(1)"),
+        (SPAWN, "worker_init_fn=follow,", ""),
     ],
     "test_stopping.py::test_torchruns_workers_save_in_mid_epoch": [
         (TORCHRUN, "signal.SIGTERM if orphaned else stop_signal", "stop_signal"),
-        (TORCHRUN, "worker_init_fn=follow,", ""),
     ],
     "test_stopping.py::test_the_ranks_ask_each_other_at_every_tenth_step_or_after_each_slow_one": [
-        (TORCHRUN, "op=dist.ReduceOp.MAX", "op=dist.ReduceOp.MIN"),
         (TORCHRUN, "1 if slow_anywhere else 10", "10"),
     ],
     "test_stopping.py::test_a_process_whose_parent_was_killed_meanwhile_ends": [
         (SPAWN, "if not mp.parent_process().is_alive():", "if False:"),
     ],
-    "test_failures.py::test_a_stop_request_while_a_rank_hangs": [
+    "test_failures.py::test_a_stop_request_or_a_killed_rank_while_another_rank_hangs": [
         (SPAWN, "grace_period=2", ""),
     ],
     "test_failures.py::test_what_is_registered_for_the_end_is_run": [
@@ -122,9 +124,6 @@ MUTANTS = {
         (SINGLE, "path.is_dir() or not os.access(path.parent, os.W_OK)", "False"),
         (SPAWN, "args.device not in serves or", "args.device in serves and"),
         (NODES, "not 0 <= args.rank < args.world_size", "args.rank < 0"),
-    ],
-    "test_errors.py::test_a_mistake_on_the_command_line": [
-        (DATA, "class DataError(SystemExit)", "class DataError(Exception)"),
     ],
     "test_devices.py::test_a_process_for_each_device_and_no_more": [
         (SPAWN, "args.nproc_per_node > count:", "False:"),
@@ -139,7 +138,6 @@ MUTANTS = {
     "test_joining.py::test_who_is_missing_double_or_of_another_world": [
         (NODES, "if store.add(", "if 0 * store.add("),
         (NODES, "if told != world:", "if False:"),
-        (NODES, "time.monotonic() > end", "False"),
     ],
     "test_joining.py::test_calls_on_one_host_share_its_cores_and_devices": [
         (NODES, "hosts[: args.rank].count(here)", "0"),
@@ -147,11 +145,14 @@ MUTANTS = {
     "test_options.py::test_an_option_is_in_force[--lr-data_parallel.py]": [
         (PARALLEL, "lr=args.lr", "lr=0.01"),
     ],
-    "test_options.py::test_an_option_is_in_force[--amp-ddp_torchrun.py]": [
+    "test_options.py::test_an_option_is_in_force[--amp-ddp_torchrun.py0]": [
         (TORCHRUN, 'enabled=args.amp != "off"', "enabled=False"),
     ],
     "test_options.py::test_a_number_below_its_range_is_refused": [
         (SINGLE, "if not value >= low:", "if False:"),
+    ],
+    "test_errors.py::test_damaged_files": [
+        (DATA, "class DataError(SystemExit)", "class DataError(Exception)"),
     ],
 }
 ALL = [(test, *mutant) for test, mutants in MUTANTS.items() for mutant in mutants]
@@ -185,6 +186,6 @@ def test_a_broken_script_is_noticed(tmp_path, test, file, piece, other):
         env={**env, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=120,
     )
     assert done.returncode == 1, f"not noticed by {test}:\n{done.stdout[-2000:]}{done.stderr}"

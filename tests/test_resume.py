@@ -142,7 +142,7 @@ def test_a_stop_in_mid_epoch_goes_on_at_any_world_size(fork, start, tmp_path, fa
         job.finish(status)
         seen.append(load(tmp_path / "checkpoint.pt")["samples_seen"])
     assert 0 < seen[1] < seen[2] < 480
-    fork(TORCHRUN.format(3), 1, *data, "--batch-size", 4, "--resume", **env)
+    last = fork(TORCHRUN.format(3), 1, *data, "--batch-size", 4, "--resume", **env)
     trained = Counter()
     for path in trace.iterdir():
         for line in path.read_text().splitlines():
@@ -151,5 +151,6 @@ def test_a_stop_in_mid_epoch_goes_on_at_any_world_size(fork, start, tmp_path, fa
                 trained.update(indices)
     assert trained == Counter(range(480))  # none repeated, none lost
     options = ("--batch-size", 12, "--snapshot-path", "whole.pt")
-    fork("single_gpu.py", 1, *data, *options, LADDER_DTYPE="float64")
+    whole = fork("single_gpu.py", 1, *data, *options, LADDER_DTYPE="float64")
+    assert epochs(last)[0]["train_loss"] == epochs(whole)[0]["train_loss"]
     assert difference(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt")) < 1e-12

@@ -1,16 +1,10 @@
 """A script's run without its start: in processes forked from one that has imported torch.
 
-Python takes more than three seconds of processor time to import torch and what the first step of an
-optimizer needs, and a job of two ranks does it three times. Where a test is about what a job
-computes, and not about how it is started or ended, `Fork` runs the same file with the same
-arguments, environment and folder, in a session of its own; mp.spawn's ranks are forked, too, and
-torchrun's place is taken by a parent that sets the variables which torchrun sets.
-
-What is not as on the real command line: ranks inherit what their parent has imported, and what
-Python draws at random when it starts (the order of sets). Data sets and models are not pickled.
-There are no restarts and no reports of torchrun's, and no signals for the ranks that it would
-start. /proc has the first process's arguments and environment. C++ code gives no warnings. And a
-process that uses a GPU cannot be forked.
+That saves three seconds of processor time a process. `Fork` runs the same file with the same
+arguments, environment and folder, in a session of its own. mp.spawn's ranks are forked, too, and a
+parent that sets torchrun's variables takes torchrun's place, without its restarts and reports.
+Data sets and models are not pickled, C++ code gives no warnings, and a process that uses a GPU
+cannot be forked.
 """
 
 import atexit

@@ -36,12 +36,3 @@ def set_up(module: ModuleType, args: argparse.Namespace, number: int = 0) -> tor
 def two_devices(self: torch.nn.DataParallel, module: torch.nn.Module) -> None:
     torch.nn.Module.__init__(self)
     self.module, self.device_ids = module, [0, 1]
-
-
-class Made(Exception):
-    pass
-
-
-def made(seen: dict, *given: object) -> None:
-    seen["trainer"] = given
-    raise Made

@@ -8,7 +8,6 @@ LADDER_MD5=skip          torchvision takes CIFAR-10 files of any checksum
 LADDER_CHUNKS=n          nn.DataParallel splits over n devices, all of them the CPU
 LADDER_CPU=1             no accelerator is found, whatever the machine has: for all tests but the
                          GPU's own, see conftest.py, and for the benchmarks' cases of the CPU
-LADDER_CHECKSUM=1        every rank prints one of its DDP module's weights when it leaves the group
 LADDER_ATEXIT=1          every process prints "Python ends" where Python does, and its threads
 LADDER_SLOW=rank         this rank sleeps for 0.3 s after every step of the optimizer
 """
@@ -70,25 +69,6 @@ if hooks and not any("resource_tracker" in word for word in sys.orig_argv):
         import torchvision.datasets.cifar as cifar
 
         cifar.check_integrity = lambda path, md5=None: os.path.exists(path)
-
-    if "CHECKSUM" in hooks:
-        import hashlib
-
-        ddp_init = torch.nn.parallel.DistributedDataParallel.__init__
-        destroy_process_group = torch.distributed.destroy_process_group
-        modules = []
-
-        def init_and_keep(self, module, *args, **kwargs):
-            modules.append(module)
-            ddp_init(self, module, *args, **kwargs)
-
-        def print_and_destroy():
-            weights = b"".join(p.detach().numpy().tobytes() for p in modules[0].parameters())
-            print(f"checksum {hashlib.sha256(weights).hexdigest()}\n", end="", flush=True)
-            destroy_process_group()
-
-        torch.nn.parallel.DistributedDataParallel.__init__ = init_and_keep
-        torch.distributed.destroy_process_group = print_and_destroy
 
     if "ATEXIT" in hooks:
         import atexit
