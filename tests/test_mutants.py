@@ -104,7 +104,7 @@ MUTANTS = {
         (PARALLEL, "sys.exit(128 + signum)", "sys.exit(1)"),
         (SPAWN, "worker_init_fn=follow,", ""),
     ],
-    "test_stopping.py::test_torchruns_workers_save_in_mid_epoch": [
+    "test_stopping.py::test_torchruns_workers_save_in_mid_epoch[SIGKILL of the parent]": [
         (TORCHRUN, "signal.SIGTERM if orphaned else stop_signal", "stop_signal"),
     ],
     "test_stopping.py::test_the_ranks_ask_each_other_at_every_tenth_step_or_after_each_slow_one": [
