@@ -186,6 +186,6 @@ def test_a_broken_script_is_noticed(tmp_path, test, file, piece, other):
         env={**env, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 1, f"not noticed by {test}:\n{done.stdout[-2000:]}{done.stderr}"
