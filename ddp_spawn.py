@@ -15,6 +15,7 @@ adds restarts, stops that save in mid-epoch, accumulation and AMP, and serves on
 
 import argparse
 import datetime
+import io
 import os
 import signal
 import sys
@@ -147,11 +148,13 @@ class Trainer:
             "global_batch": self.train_data.batch_sampler.global_batch,
             "args": vars(self.args),
         }
+        content = io.BytesIO()
+        torch.save(snapshot, content)  # stopped while it writes to a file, it aborts Python
         # First to another file: whatever happens here, the snapshot before stays whole.
         temporary = Path(f"{self.args.snapshot_path}.tmp")
         try:
             with temporary.open("wb") as file:
-                torch.save(snapshot, file)
+                file.write(content.getbuffer())
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(self.args.snapshot_path)

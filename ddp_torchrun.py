@@ -22,6 +22,7 @@ make this file yours, edit the lines marked "load your".
 import argparse
 import contextlib
 import datetime
+import io
 import os
 import signal
 import sys
@@ -236,11 +237,13 @@ class Trainer:
             "loss_sum": loss_sum.item(),
             "args": vars(self.args),
         }
+        content = io.BytesIO()
+        torch.save(snapshot, content)  # stopped while it writes to a file, it aborts Python
         # First to another file: whatever happens here, the snapshot before stays whole.
         temporary = Path(f"{self.args.snapshot_path}.tmp")
         try:
             with temporary.open("wb") as file:
-                torch.save(snapshot, file)
+                file.write(content.getbuffer())
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(self.args.snapshot_path)
@@ -348,9 +351,9 @@ def main(args: argparse.Namespace) -> int:
     test_sampler = BatchSampler(shard, args.test_batch_size, drop_last=False)
     train_data = prepare_dataloader(train_set, train_sampler, device, args.num_workers)
     test_data = prepare_dataloader(test_set, test_sampler, device, args.num_workers)
+    signal.signal(signal.SIGINT, on_stop_signal)  # before Trainer(), where the ranks meet: so all
+    signal.signal(signal.SIGTERM, on_stop_signal)  # hear the signals before one of them trains
     trainer = Trainer(model, train_data, test_data, optimizer, schedule, device, args)
-    signal.signal(signal.SIGINT, on_stop_signal)
-    signal.signal(signal.SIGTERM, on_stop_signal)
     signum = trainer.train(args.total_epochs)
     log(f"Total time: {time.perf_counter() - start:.3f}s")
     del trainer  # DDP keeps the group, too: then gloo's threads may block or abort the end

@@ -17,6 +17,7 @@ and serves one device, too.
 
 import argparse
 import datetime
+import io
 import os
 import signal
 import socket
@@ -152,11 +153,13 @@ class Trainer:
             "global_batch": self.train_data.batch_sampler.global_batch,
             "args": vars(self.args),
         }
+        content = io.BytesIO()
+        torch.save(snapshot, content)  # stopped while it writes to a file, it aborts Python
         # First to another file: whatever happens here, the snapshot before stays whole.
         temporary = Path(f"{self.args.snapshot_path}.tmp")
         try:
             with temporary.open("wb") as file:
-                torch.save(snapshot, file)
+                file.write(content.getbuffer())
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(self.args.snapshot_path)

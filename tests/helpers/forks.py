@@ -3,8 +3,7 @@
 That saves three seconds of processor time a process. `Fork` runs the same file with the same
 arguments, environment and folder, in a session of its own. mp.spawn's ranks are forked, too, and a
 parent that sets torchrun's variables takes torchrun's place, without its restarts and reports.
-Data sets and models are not pickled, C++ code gives no warnings, and a process that uses a GPU
-cannot be forked.
+Data sets and models are not pickled. A process that uses a GPU cannot be forked.
 """
 
 import atexit
