@@ -6,8 +6,7 @@ LADDER_TRACE=folder      every batch's indices, a line each, in a file for each 
 LADDER_RAISE=rank:step   cross_entropy raises in that rank at that call
 LADDER_MD5=skip          torchvision takes CIFAR-10 files of any checksum
 LADDER_CHUNKS=n          nn.DataParallel splits over n devices, all of them the CPU
-LADDER_CPU=1             no accelerator is found, whatever the machine has: for all tests but the
-                         GPU's own, see conftest.py, and for the benchmarks' cases of the CPU
+LADDER_CPU=1             no accelerator is found, whatever the machine has (but in GPU tests)
 LADDER_ATEXIT=1          every process prints "Python ends" where Python does, and its threads
 LADDER_SLOW=rank         this rank sleeps for 0.3 s after every step of the optimizer
 """
