@@ -95,6 +95,7 @@ def follow(worker_id: int) -> None:
     before that can save. Only on Linux, where `worker_context` has blocked the signal.
     """
     rank = multiprocessing.parent_process()
+    sys.excepthook = lambda *_: None  # quiet about a connection that a killed rank has broken
 
     def wait() -> None:
         while rank.is_alive():

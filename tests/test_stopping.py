@@ -94,7 +94,7 @@ def test_torchruns_workers_save_in_mid_epoch(fork, start, tmp_path, fashion, how
     options = (1, *fashion(400, 10), "--model", "convnet", "--batch-size", 8, "--num-workers", 1)
     fork(launch, *options[:-2], "--snapshot-path", "whole.pt")
     job = start(launch, *options, "--log-interval", 1, LADDER_SLOW=0)
-    job.wait_for(r"Epoch 0 \| Step 7 ")
+    job.wait_for(r"^\[CPU\d\] Epoch 0 " if how == "SIGTERM to all" else r"Epoch 0 \| Step 7 ")
     end(job, how)
     late = time.monotonic() + 60
     while "Stopped at" not in job.text and time.monotonic() < late:
