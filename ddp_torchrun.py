@@ -238,7 +238,7 @@ class Trainer:
             "args": vars(self.args),
         }
         content = io.BytesIO()
-        torch.save(snapshot, content)  # stopped while it writes to a file, it aborts Python
+        torch.save(snapshot, content)  # not to the file, because a stop in there aborts Python
         # First to another file: whatever happens here, the snapshot before stays whole.
         temporary = Path(f"{self.args.snapshot_path}.tmp")
         try:
@@ -351,12 +351,12 @@ def main(args: argparse.Namespace) -> int:
     test_sampler = BatchSampler(shard, args.test_batch_size, drop_last=False)
     train_data = prepare_dataloader(train_set, train_sampler, device, args.num_workers)
     test_data = prepare_dataloader(test_set, test_sampler, device, args.num_workers)
-    signal.signal(signal.SIGINT, on_stop_signal)  # before Trainer(), where the ranks meet: so all
-    signal.signal(signal.SIGTERM, on_stop_signal)  # hear the signals before one of them trains
+    signal.signal(signal.SIGINT, on_stop_signal)  # before Trainer(), in which all ranks meet
+    signal.signal(signal.SIGTERM, on_stop_signal)
     trainer = Trainer(model, train_data, test_data, optimizer, schedule, device, args)
     signum = trainer.train(args.total_epochs)
     log(f"Total time: {time.perf_counter() - start:.3f}s")
-    del trainer  # DDP keeps the group, too: then gloo's threads may block or abort the end
+    del trainer  # or DDP keeps the group, whose threads may block or abort Python's end
     dist.destroy_process_group()
     return 128 + signum if signum else 0  # the shells' number for a signal: not done yet
 

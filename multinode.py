@@ -154,7 +154,7 @@ class Trainer:
             "args": vars(self.args),
         }
         content = io.BytesIO()
-        torch.save(snapshot, content)  # stopped while it writes to a file, it aborts Python
+        torch.save(snapshot, content)  # not to the file, because a stop in there aborts Python
         # First to another file: whatever happens here, the snapshot before stays whole.
         temporary = Path(f"{self.args.snapshot_path}.tmp")
         try:
@@ -322,7 +322,7 @@ def main(number: int, args: argparse.Namespace) -> None:
     trainer = Trainer(model, train_data, test_data, optimizer, schedule, device, args)
     trainer.train(args.total_epochs)
     dist.barrier()  # rank 0 may still be saving, and all must leave together
-    del trainer  # DDP keeps the group, too: then gloo's threads may block or abort the end
+    del trainer  # or DDP keeps the group, whose threads may block or abort Python's end
     dist.destroy_process_group()
 
 

@@ -124,7 +124,7 @@ class Trainer:
             "args": vars(self.args),
         }
         content = io.BytesIO()
-        torch.save(snapshot, content)  # stopped while it writes to a file, it aborts Python
+        torch.save(snapshot, content)  # not to the file, because a stop in there aborts Python
         # First to another file: whatever happens here, the snapshot before stays whole.
         temporary = Path(f"{self.args.snapshot_path}.tmp")
         try:

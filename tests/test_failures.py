@@ -52,13 +52,12 @@ def test_a_full_disk(fork, tmp_path, fashion, launch):
     ("launch", "ends"),
     [
         (("ddp_spawn.py", "--nproc-per-node", 1), 2),
-        (("multinode.py", *ALONE), 2),
+        (NODE2, 3),
         (("ddp_torchrun.py",), 1),
     ],
 )
 def test_what_is_registered_for_the_end_is_run(run, temporary, fashion, launch, ends):
-    """By a rank, and by its parent: experiment trackers upload what they have then.
-
+    """By each rank, and by their parent, because experiment trackers upload then what they have.
     No thread of gloo's is left by then: one in some hundred processes aborted or hung with it.
     """
     text = run(*launch, 1, *fashion(100, 10), LADDER_ATEXIT=1, TMPDIR=temporary)

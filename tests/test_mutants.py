@@ -119,6 +119,7 @@ MUTANTS = {
     "test_failures.py::test_what_is_registered_for_the_end_is_run": [
         (SPAWN, "import torch.distributed.nn  #", "#"),
         (TORCHRUN, "del trainer  #", "pass  #"),
+        (NODES, "del trainer  #", "pass  #"),
     ],
     "test_errors.py::test_a_mistake": [
         (SINGLE, "path.is_dir() or not os.access(path.parent, os.W_OK)", "False"),
