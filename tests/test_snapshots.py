@@ -53,8 +53,7 @@ def test_a_snapshot_is_written_whole_or_not_at_all(make, monkeypatch, script):
         written.append(load(Path("checkpoint.pt.tmp"))["epoch"])
         fsync(descriptor)
 
-    def torn(what: dict, file) -> None:
-        file.write(b"half")
+    def full(descriptor: int) -> None:
         raise OSError("the disk is full")
 
     monkeypatch.setattr(os, "fsync", flush)
@@ -62,7 +61,7 @@ def test_a_snapshot_is_written_whole_or_not_at_all(make, monkeypatch, script):
     trainer._save_snapshot()
     after = Path("checkpoint.pt").read_bytes()
     assert written == [3] and load(Path("checkpoint.pt"))["epoch"] == 3
-    monkeypatch.setattr(torch, "save", torn)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="the disk is full"):
         trainer._save_snapshot()
     assert Path("checkpoint.pt").read_bytes() == after
