@@ -14,11 +14,15 @@ ALONE, TOGETHER, SPAWNED = BOUNDS = (
     "compute + all-reduce, mp.spawn",
 )
 ONE, TWO = "the same, 1 process, 1 thread", "ddp_torchrun.py --accumulate 8"
+BEFORE = {script: f"{script} before" for script in ("ddp_spawn.py", "ddp_torchrun.py")}
 TARGETS = [  # case, ours, against, at least
     ("mlp-32-2", "ddp_spawn.py", SPAWNED, 0.95),
     ("mlp-256-2", "ddp_spawn.py", SPAWNED, 0.97),
     ("mlp-32-2", "ddp_torchrun.py", TOGETHER, 0.95),
     ("mlp-256-2", "ddp_torchrun.py", TOGETHER, 0.97),
+]
+TARGETS += [
+    (f"mlp-{b}-2", script, older, 0.97) for b in (32, 256) for script, older in BEFORE.items()
 ]
 COLUMNS = {  # of the table: a case -> its head, and the upper bound there
     "mlp-32-1": ("1 process, 32", ALONE),
@@ -73,7 +77,9 @@ def targets(result: dict) -> list[str]:
 
 def kind(contestant: str) -> int:
     """0: a script of ours, 1: what a user would run instead, 2: an upper bound."""
-    return 2 if "compute" in contestant else int(".py" not in contestant and contestant != ONE)
+    if "compute" in contestant:
+        return 2
+    return int(contestant in BEFORE.values() or (".py" not in contestant and contestant != ONE))
 
 
 def names(result: dict, *cases: str) -> list[str]:
@@ -168,6 +174,7 @@ the `mlp` computes for a millisecond or two, and then all-reduces 2.7 MB on the 
 
 ## What the rows are
 
+- `before` is the script at the commit that the table above calls so.
 - `tutorial` is the tutorials' loop as published. Each of its processes uses all cores.
 - `1 thread` is the same program with `OMP_NUM_THREADS=1`.
 - `Fabric` and `Accelerate` are the loops of their documentation.

@@ -3,8 +3,8 @@
     python benchmarks/run.py                    everything; writes results.json, RESULTS.md and the
                                                 picture, here or with --out DIR there
     python benchmarks/run.py --cases mlp-32-2   this case only (names may have *); prints only
-    python benchmarks/run.py --before DIR       ddp_spawn.py and ddp_torchrun.py beside another
-                                                version of them, which is in DIR with its common/
+    python benchmarks/run.py --before DIR       everything, and ddp_spawn.py and ddp_torchrun.py
+                                                beside an older version: DIR is a clone of it
 
 In each round every contestant of a case runs once, through its own command line, one after the
 other, in an order drawn anew: minutes in which the machine is slow hit all of them. A contestant
@@ -120,14 +120,13 @@ def all_cases(gpu: str | None) -> list[Case]:
     cases = []
     for batch in (32, 256):
         one = ("single_gpu.py", "data_parallel.py", *peers, "compute alone")
-        close = ("single_gpu.py", "compute alone")
-        cases.append(Case(batch, 1, one, close, more_rounds=12))
+        cases.append(Case(batch, 1, one, rounds=5))
         ours = ("ddp_spawn.py", "ddp_torchrun.py")
         two = (*ours, "multinode.py", *peers, *on_our_data, *report.BOUNDS)
-        cases.append(Case(batch, 2, two, (*ours, *report.BOUNDS[1:]), more_rounds=12))
+        cases.append(Case(batch, 2, two, (*ours, *report.BOUNDS[1:]), more_rounds=9))
         frugal = ("ddp_torchrun.py --accumulate 8", "the same, 1 process, 1 thread")
         frugal += ("compute + all-reduce --accumulate 8",)
-        cases.append(Case(batch, 2, frugal, rounds=9, name="accumulate"))
+        cases.append(Case(batch, 2, frugal, rounds=5, name="accumulate"))
     if gpu:
         ours = ("single_gpu.py", "ddp_torchrun.py", "ddp_torchrun.py --amp bf16")
         ours += ("ddp_torchrun.py --compile",)
@@ -139,16 +138,18 @@ def all_cases(gpu: str | None) -> list[Case]:
     return cases
 
 
-def beside(folder: Path) -> list[Case]:
-    """The cases for ours beside the same scripts in another folder, which has a common/, too."""
-    scripts = ("ddp_spawn.py", "ddp_torchrun.py")
-    for script in scripts:
+def beside(folder: Path, cases: list[Case]) -> list[Case]:
+    """The cases of two processes with the same scripts from another folder, too."""
+    for script, older in report.BEFORE.items():
         program = str(folder.resolve() / script)
-        CONTESTANTS[f"{script} before"] = replace(CONTESTANTS[script], program=program)
-    names = (*scripts, *(f"{script} before" for script in scripts))
-    cases = [Case(batch, 2, names, rounds=15, name="before") for batch in (32, 256)]
-    report.TARGETS += [(c.key, s, f"{s} before", 0.97) for c in cases for s in scripts]
-    return cases
+        CONTESTANTS[older] = replace(CONTESTANTS[script], program=program)
+    older = tuple(report.BEFORE.values())
+    return [
+        replace(case, contestants=(*case.contestants, *older), close=(*case.close, *older))
+        if {*report.BEFORE} <= {*case.contestants}
+        else case
+        for case in cases
+    ]
 
 
 def make_data(folder: Path, samples: int) -> Path:
@@ -232,6 +233,11 @@ def run_case(case: Case, data: Path, seconds: float) -> list[dict]:
     return sorted(records, key=lambda r: (r["round"], case.contestants.index(r["contestant"])))
 
 
+def commit(folder: Path) -> str:
+    describe = ["git", "-C", str(folder), "describe", "--always", "--dirty"]
+    return subprocess.run(describe, capture_output=True, text=True).stdout.strip() or "unknown"
+
+
 def machine() -> dict[str, str]:
     found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
@@ -240,15 +246,13 @@ def machine() -> dict[str, str]:
     for package in ("torchvision", "lightning-fabric", "accelerate"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-    describe = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-    commit = subprocess.run(describe, capture_output=True, text=True).stdout.strip()
     cores = len(os.sched_getaffinity(0))
     return {
         "CPU": f"{found[1] if found else platform.machine()}, {cores} cores, {memory:.0f} GiB",
         "GPU": torch.get_device_module(gpu).get_device_name(0) if gpu else "none",
         "System": f"{platform.system()} {platform.release().split('-')[0]} {platform.machine()}",
         "Versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
-        "Source": f"commit {commit or 'unknown'}",
+        "Source": f"commit {commit(ROOT)}",
         "Date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "Load before": f"{os.getloadavg()[0]:.2f} (1 minute)",
     }
@@ -258,7 +262,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cases", nargs="+", metavar="NAME", default=["*"], help="only these")
     parser.add_argument("--seconds", type=float, default=5, help="of a run, after warm-up")
-    parser.add_argument("--before", type=Path, help="folder of another version to run beside")
+    parser.add_argument("--before", type=Path, help="a clone of an older version, to run beside")
     parser.add_argument("--out", type=Path, help="folder for what is written")
     return parser.parse_args()
 
@@ -267,13 +271,17 @@ def main() -> None:
     args = parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # and clean up on the way
     gpu = torch.accelerator.current_accelerator(check_available=True)
-    every = beside(args.before) if args.before else all_cases(gpu.type if gpu else None)
+    every = all_cases(gpu.type if gpu else None)
+    if args.before:
+        every = beside(args.before, every)
     cases = [c for c in every if any(fnmatch.fnmatch(c.key, name) for name in args.cases)]
     if not cases:
         sys.exit(f"no such case; there are {', '.join(case.key for case in every)}")
-    out = args.out or (None if args.before or cases != every else HERE)
+    out = args.out or (HERE if cases == every else None)
     start = time.monotonic()
     result = {"machine": machine(), "seconds": args.seconds, "records": []}
+    if args.before:
+        result["machine"]["Before"] = f"commit {commit(args.before)}"
     with tempfile.TemporaryDirectory() as folder:
         for number, case in enumerate(cases, start=1):
             minutes = (time.monotonic() - start) / 60

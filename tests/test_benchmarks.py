@@ -62,23 +62,17 @@ def test_a_contestant_that_fails_fails_the_run(tmp_path, monkeypatch, capsys):
     assert "no data" in capsys.readouterr().out
 
 
-def test_ours_run_beside_another_version(tmp_path, monkeypatch):
-    """From its own folder, where Python finds its common/ first; the ratio is a target."""
+def test_the_targets_and_the_columns_are_among_the_cases(tmp_path, monkeypatch):
+    """An older version of ours runs from its own folder, where Python finds its common/ first."""
     monkeypatch.setattr(harness, "CONTESTANTS", {**harness.CONTESTANTS})
-    monkeypatch.setattr(report, "TARGETS", [*report.TARGETS])
-    case, _ = harness.beside(tmp_path)
-    ours, theirs = "ddp_spawn.py", "ddp_spawn.py before"
-    words = harness.command(harness.CONTESTANTS[theirs], case, Path("data"))
-    assert words[1:4] == [str(tmp_path / ours), "1000", "1000"]
-    assert (case.key, ours, theirs, 0.97) in report.TARGETS and {ours, theirs} < {*case.contestants}
-
-
-def test_the_targets_and_the_columns_are_among_the_cases():
-    cases = {case.key: case for case in harness.all_cases("cuda")}
+    cases = {case.key: case for case in harness.beside(tmp_path, harness.all_cases("cuda"))}
     assert len(cases) == len(harness.all_cases("cuda")) == len(harness.all_cases(None)) + 3
     assert all(name in harness.CONTESTANTS for case in cases.values() for name in case.contestants)
     assert all({ours, theirs} <= {*cases[key].close} for key, ours, theirs, _ in report.TARGETS)
     assert {key.removesuffix("-accumulate") for key in cases} == set(report.COLUMNS)
+    older = harness.CONTESTANTS["ddp_spawn.py before"]
+    words = harness.command(older, cases["mlp-32-2"], Path("data"))
+    assert words[1:4] == [str(tmp_path / "ddp_spawn.py"), "1000", "1000"]
     for key, hidden in (("mlp-32-1", True), ("mlp-32-gpu", False)):
         env = harness.environment(harness.CONTESTANTS["tutorial"], cases[key])
         assert ("LADDER_CPU" in env) is hidden
