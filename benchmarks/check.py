@@ -49,7 +49,6 @@ class Rank(NamedTuple):
     alone: float  # compute, while the other ranks have nothing to do; only rank 0's is true
     reduce: float  # an all-reduce of the gradient, and nothing else
     latency: float  # an all-reduce of one number
-    link: str  # the network interface that sent most in these, with its nominal speed
 
 
 def check(trainer: Any, total_epochs: int) -> int:
@@ -142,9 +141,6 @@ def measure(trainer: Any, gradient: torch.Tensor) -> Rank:
     fixed = together
     if fewer < samples:
         fixed -= min(together, max(0.0, saved) * samples / (samples - fewer))
-    before = bytes_sent()
-    reduce = timed(lambda: dist.all_reduce(gradient), device, repeats)
-    after = bytes_sent()
     number = torch.zeros((), device=device)
     return Rank(
         host=socket.gethostname(),
@@ -156,9 +152,8 @@ def measure(trainer: Any, gradient: torch.Tensor) -> Rank:
         compute=together,
         fixed=fixed,
         alone=alone,
-        reduce=reduce,
+        reduce=timed(lambda: dist.all_reduce(gradient), device, repeats),
         latency=timed(lambda: dist.all_reduce(number), device, repeats),
-        link=max(after, key=lambda name: after[name] - before.get(name, 0), default=""),
     )
 
 
@@ -174,23 +169,6 @@ def timed(work: Callable[[], object], device: torch.device, repeats: int = 1) ->
             torch.accelerator.synchronize()
         seconds.append((time.perf_counter() - start) / repeats)
     return statistics.median(seconds)
-
-
-def bytes_sent() -> dict[str, int]:
-    """Of each network interface of this node, by its name; {} where Linux does not tell."""
-    table = Path("/proc/net/dev")
-    lines = table.read_text().splitlines()[2:] if table.exists() else []
-    rows = [line.replace(":", " ").split() for line in lines]
-    return {row[0]: int(row[9]) for row in rows}
-
-
-def nominal_speed(interface: str) -> float:
-    """Bytes per second that a network interface says it has; 0 where it does not say."""
-    try:
-        megabits = int(Path("/sys/class/net", interface, "speed").read_text())
-    except (OSError, ValueError):
-        return 0.0
-    return max(0, megabits) * 1e6 / 8
 
 
 def all_reduce_seconds(ranks: int, size: float, latency: float, bandwidth: float) -> float:
@@ -273,9 +251,6 @@ def verdict(ranks: list[Rank], step: float, sent: float, accumulate: int) -> str
     link = "the all-reduce is the limit"
     if any(rank.host != first.host for rank in ranks):
         link = f"the link is the limit, {sent / 1e9:.3g} GB/s"
-        named = nominal_speed(first.link)
-        if sent < named / 2:
-            link += f" where {first.link} is named {named / 1e9:.3g}"
 
     larger = "raise --accumulate or --batch-size" if accumulate else "raise --batch-size"
     milliseconds = f"{first.alone * 1e3:.2f} ms"

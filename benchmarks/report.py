@@ -87,19 +87,6 @@ def names(result: dict, *cases: str) -> list[str]:
     return sorted(dict.fromkeys(found), key=kind)
 
 
-def rates(result: dict) -> list[str]:
-    """For the terminal: everything that was measured."""
-    lines = []
-    for case in dict.fromkeys(record["case"] for record in result["records"]):
-        lines.append(f"{case}: samples per second, lowest, highest")
-        for name in names(result, case):
-            found = [*runs(result, case, name).values()]
-            figures = [statistics.median(found), min(found), max(found)] if found else []
-            cells = "".join(f"{figure:>10,.0f}" for figure in figures) or "    failed"
-            lines.append(f"  {name:<40}{cells}")
-    return [*lines, *odd_ones(result)]
-
-
 def odd_ones(result: dict) -> list[str]:
     """Who does not learn what the others of its case learn, so that rates cannot be compared."""
     found = []
@@ -218,7 +205,9 @@ def plot(result: dict, path: Path) -> None:
     frugal = {name: runs(result, case, name) for name in names(result, case)}
     few = {name: runs(result, "mlp-32-2", name) for name in names(result, "mlp-32-2")}
     few = {"single_gpu.py, 1 process": runs(result, "mlp-32-1", "single_gpu.py"), **few}
-    few = {name: found for name, found in few.items() if name not in (ALONE, SPAWNED)}
+    few = {
+        name: found for name, found in few.items() if name not in (ALONE, SPAWNED, *BEFORE.values())
+    }
     titles = ("It pays: 2 processes, batches of 256, --accumulate 8",)
     titles += ("It does not: 2 processes, batches of 32",)
     for axis, shown, title in zip(axes, (frugal, few), titles, strict=True):

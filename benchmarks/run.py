@@ -27,7 +27,6 @@ import re
 import signal
 import socket
 import statistics
-import struct
 import subprocess
 import sys
 import tempfile
@@ -41,9 +40,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import report  # noqa: E402
 import torch  # noqa: E402
+from helpers.files import idx_files  # noqa: E402
 from helpers.jobs import ALONE, Job  # noqa: E402
-
-from common.data import make_digits  # noqa: E402
 
 EPOCH = re.compile(r"^Epoch \d+ \|.* Accuracy: \d+/\d+ \((\S+)%\) \| (\d+) samples/s$", re.M)
 # The user's settings that would decide for the contestants: unset for them.
@@ -150,20 +148,6 @@ def beside(folder: Path, cases: list[Case]) -> list[Case]:
         else case
         for case in cases
     ]
-
-
-def make_data(folder: Path, samples: int) -> Path:
-    """Files of Fashion-MNIST's format, of the digits that our scripts draw; 2,000 to test on."""
-    raw = folder / "FashionMNIST" / "raw"
-    raw.mkdir(parents=True, exist_ok=True)
-    for part, count, seed in (("train", samples, 0), ("t10k", 2_000, 1)):
-        digits = make_digits(count, seed)
-        header = struct.pack(">IIII", 0x803, count, 28, 28)
-        (raw / f"{part}-images-idx3-ubyte").write_bytes(header + digits.images.numpy().tobytes())
-        header = struct.pack(">II", 0x801, count)
-        labels = digits.targets.to(torch.uint8).numpy().tobytes()
-        (raw / f"{part}-labels-idx1-ubyte").write_bytes(header + labels)
-    return folder
 
 
 def environment(contestant: Contestant, case: Case) -> dict[str, str]:
@@ -286,10 +270,10 @@ def main() -> None:
         for number, case in enumerate(cases, start=1):
             minutes = (time.monotonic() - start) / 60
             print(f"[{number} of {len(cases)}, {minutes:.0f} minutes] {case.key}", flush=True)
-            data = make_data(Path(folder, str(case.samples)), case.samples)
+            data = idx_files(Path(folder, str(case.samples)), case.samples, 2_000)
             result["records"] += run_case(case, data, args.seconds)
     result["minutes"] = (time.monotonic() - start) / 60
-    print("\n".join([*report.rates(result), *report.targets(result)]))
+    print("\n".join([*report.table(result), *report.odd_ones(result), *report.targets(result)]))
     if out:
         out.mkdir(parents=True, exist_ok=True)
         report.write(result, out)

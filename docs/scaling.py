@@ -138,24 +138,25 @@ def predicted() -> list[str]:
 # --- measured -------------------------------------------------------------------------------------
 
 NODES = (1, 2, 4, 8)
-CASES = [  # model, samples per pass and node, link, steps per epoch: on one node, on several
-    ("mlp", 8, "100mbit", 2000, 20),
-    ("mlp", 8, "1gbit", 2000, 60),
-    ("resnet18", 2, "100mbit", 40, 4),
-    ("resnet18", 2, "1gbit", 40, 10),
+SAMPLES = {"mlp": 8, "resnet18": 2}  # per pass and node
+CASES = [  # model, link, --accumulate, steps per epoch: on one node, on several
+    ("mlp", "100mbit", 1, 2000, 20),
+    ("mlp", "100mbit", 8, 2000, 20),
+    ("mlp", "1gbit", 1, 2000, 60),
+    ("resnet18", "100mbit", 1, 40, 4),
+    ("resnet18", "100mbit", 8, 40, 4),
+    ("resnet18", "1gbit", 1, 40, 10),
 ]
-SAMPLES = {model: samples for model, samples, *_ in CASES}
 NAMES = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s"}
 
 
 def measure() -> dict:
     """Train on the tests' nodes, and on two of them run benchmarks/check.py, too."""
     runs = []
-    for (model, batch_size, link, alone, several), accumulate, nodes in itertools.product(
-        CASES, (1, 8), NODES
-    ):
-        samples = (alone if nodes == 1 else several * nodes) * batch_size * accumulate
-        options = ("--model", model, "--batch-size", batch_size, "--accumulate", accumulate)
+    for (model, link, accumulate, alone, several), nodes in itertools.product(CASES, NODES):
+        steps = alone if nodes == 1 else several * nodes
+        samples = steps * SAMPLES[model] * accumulate
+        options = ("--model", model, "--batch-size", SAMPLES[model], "--accumulate", accumulate)
         run = {"model": model, "link": link, "accumulate": accumulate, "nodes": nodes}
         runs.append(run | measured_run(nodes, link, samples, options))
         print(runs[-1], flush=True)
@@ -180,11 +181,8 @@ def measured_run(nodes: int, link: str, samples: int, options: tuple) -> dict:
             for rank in range(nodes):
                 own = folder / f"node{rank}"
                 own.mkdir(exist_ok=True)
-                env = {"RANK": rank, "WORLD_SIZE": nodes, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-                env |= {"MASTER_ADDR": hosts.address(0), "MASTER_PORT": 22225}
-                env = {name: str(value) for name, value in env.items()} | {"GLOO_SOCKET_IFNAME": ""}
-                line = command(*words, *options)
-                jobs.append(Job(line, own, env, fork=True, host=hosts.name(rank)))
+                where = (own, hosts.exported(rank), True, hosts.name(rank))
+                jobs.append(Job(command(*words, *options), *where))
             return jobs
 
         jobs, ends = start("ddp_torchrun.py"), []

@@ -54,7 +54,7 @@ def test_a_contestant_runs_until_its_time_is_up():
 
 def test_a_contestant_that_fails_fails_the_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(harness, "measure", lambda words, env, seconds: {"error": "no data\n"})
-    monkeypatch.setattr(harness, "make_data", lambda folder, samples: folder)
+    monkeypatch.setattr(harness, "idx_files", lambda folder, *counts: folder)
     monkeypatch.setattr(harness.signal, "signal", lambda *_: None)
     monkeypatch.setattr(sys, "argv", ["run.py", "--cases", "mlp-32-2-acc*"])
     with pytest.raises(SystemExit, match="failed: mlp-32-2-accumulate: ddp_torchrun"):

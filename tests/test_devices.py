@@ -5,7 +5,6 @@ The devices are pretended; test_gpu.py is for real ones.
 
 import os
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -74,15 +73,6 @@ def test_gloo_is_taken_where_nccl_is_not_built(parse, monkeypatch, script, built
     set_up(module, args)
     assert given["backend"] == ("nccl" if built else "gloo")
     assert isinstance(given["store"], dist.FileStore | dist.HashStore)
-
-
-@pytest.mark.parametrize("platform", ["linux", "win32"])
-def test_no_libuv_on_windows(parse, monkeypatch, platform):
-    options = ("--init-method", "tcp://127.0.0.1:9", "--world-size", 2, "--rank", 0)
-    module, args = parse("multinode.py", *options)
-    monkeypatch.setattr(dist, "TCPStore", lambda *_, **given: SimpleNamespace(**given))
-    monkeypatch.setattr(sys, "platform", platform)
-    assert module.open_store(args).use_libuv == (platform != "win32")
 
 
 @pytest.mark.parametrize("script", ["single_gpu.py", *SCRIPTS[2:]])

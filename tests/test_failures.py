@@ -9,11 +9,10 @@ import signal
 import time
 
 import pytest
-from helpers.jobs import ALONE, TORCHRUN, epochs
+from helpers.jobs import ALONE, epochs
 
 SPAWN2 = ("ddp_spawn.py", "--nproc-per-node", 2)
 NODE2 = ("multinode.py", *ALONE, "--nproc-per-node", 2)
-TORCHRUN2 = (TORCHRUN.format(2),)
 STOPPED = "\nstopped: --resume goes on from the last snapshot\n"
 
 
@@ -33,19 +32,6 @@ def test_an_exception_of_any_rank(fork, fashion, launch, rank):
     assert f"-- Process {rank} terminated with the following error:" in text
     assert "in _run_batch" in text and "ArithmeticError: the test's own error" in text
     assert "Connection closed" not in text and "Epoch 3 " not in text
-
-
-@pytest.mark.parametrize("launch", [SPAWN2, TORCHRUN2])
-def test_a_full_disk(fork, tmp_path, fashion, launch):
-    """The old snapshot stays as it is. (What each script does: test_snapshots.py.)"""
-    options = fashion(100, 10)
-    fork(*launch, 1, *options)
-    before = (tmp_path / "checkpoint.pt").read_bytes()
-    (tmp_path / "checkpoint.pt.tmp").symlink_to("/dev/full")
-    text = fork(*launch, 2, *options, "--resume", status=1)
-    assert "OSError: [Errno 28] No space left on device" in text
-    assert (tmp_path / "checkpoint.pt").read_bytes() == before
-    assert not (tmp_path / "checkpoint.pt.tmp").is_symlink()
 
 
 @pytest.mark.parametrize(

@@ -270,12 +270,6 @@ def test_a_number_below_its_range_is_refused(refuse, row, script):
     )
 
 
-def test_local_rank_is_taken_and_ignored(parse):
-    """As `python -m torch.distributed.launch` adds it."""
-    for option in ("--local-rank=1", "--local_rank=1"):
-        parse("ddp_torchrun.py", option)
-
-
 @every_script
 def test_every_option_has_a_row(parse, monkeypatch, script):
     actions = []

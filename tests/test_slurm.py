@@ -45,12 +45,11 @@ def test_the_batch_script_trains_stops_when_told_and_goes_on(slurm, tmp_path):
     options = (4, *data, "--log-interval", 1)
     placed = ("--cpus-per-task=2", f"--chdir={ROOT}", f"--output={output}")
     own = ("--batch-size", 6, "--snapshot-path", tmp_path / "job.pt")
-    arguments = [str(word) for word in (*options, *own)]
-    job = slurm.sbatch(BATCH, *placed, arguments=arguments, env=ENVIRONMENT)
+    job = slurm.sbatch((*placed, BATCH, *options, *own), ENVIRONMENT)
     wait_for(r"Epoch 1 \| Step 3 ")
     subprocess.run(slurm.command(["scancel", "--signal=TERM", job]), check=True)
     slurm.wait(job, "FAILED")
-    assert slurm.exit_code(job) > 0
+    assert not slurm.show(job, "ExitCode").startswith("0:")
     subprocess.run(slurm.command(["scontrol", "requeue", job]), check=True)
     slurm.requeue_now(job)
     wait_for(r"Epoch 2 \| Step 3 ")

@@ -19,7 +19,6 @@ from helpers.jobs import ALONE, TORCHRUN, Job
 SINGLE, PARALLEL = ("single_gpu.py",), ("data_parallel.py",)
 SPAWN2 = ("ddp_spawn.py", "--nproc-per-node", 2)
 NODE2 = ("multinode.py", *ALONE, "--nproc-per-node", 2)
-every_parent = pytest.mark.parametrize("script", ["ddp_spawn.py", "multinode.py"])
 STOPPED = ["stopped: --resume goes on from the last snapshot"]
 KILLED = [
     "error: process 1 terminated with signal SIGKILL: --resume goes on from the last snapshot"
@@ -127,21 +126,7 @@ def test_the_ranks_ask_each_other_at_every_tenth_step_or_after_each_slow_one(mak
     assert len(asked) == 7
 
 
-@every_parent
-def test_a_parent_waits_for_all_its_processes(parse, monkeypatch, script):
-    """From their first moment on, Ctrl-C is heard by the parent alone."""
-    events, joined = [], iter([False, False, True])
-    context = SimpleNamespace(join=lambda grace_period: next(joined))
-    module, args = parse(script)
-    monkeypatch.setattr(mp, "spawn", lambda *_, join: events.append("spawn") or context)
-    monkeypatch.setattr(mp, "active_children", list)
-    monkeypatch.setattr(signal, "signal", lambda *given: events.append(given))
-    module.spawn((args,), 2)
-    assert not [*joined]
-    assert events == [(signal.SIGINT, signal.SIG_IGN), "spawn", (signal.SIGINT, module.stop)]
-
-
-@every_parent
+@pytest.mark.parametrize("script", ["ddp_spawn.py", "multinode.py"])
 def test_a_process_whose_parent_was_killed_meanwhile_ends(make, monkeypatch, script):
     parents = iter([SimpleNamespace(is_alive=lambda: False)])
     monkeypatch.setattr(mp, "parent_process", lambda: next(parents))

@@ -1,10 +1,7 @@
 """torchrun starts ddp_torchrun.py in every usual way, restarts it, and reports what has failed."""
 
-import os
-import random
 import re
 import shutil
-import signal
 import time
 
 import pytest
@@ -55,27 +52,6 @@ def test_a_restart_goes_on_from_the_last_snapshot_and_a_report_names_the_rank(
     assert "rank      : 1 (local_rank: 1)" in report
     assert "ArithmeticError: the test's own error" in report
     assert re.search(r'ddp_torchrun.py", line \d+, in _run_batch', report)
-
-
-@pytest.mark.slow("ten restarts of real command lines")
-@pytest.mark.parametrize("seed", range(5))
-def test_killed_at_a_random_moment(start, fork, tmp_path, fashion, seed):
-    options = (2, *fashion(400, 10), "--model", "convnet")
-    fork(TORCHRUN.format(2), *options, "--snapshot-path", "whole.pt")
-    draw = random.Random(seed)
-    rank, seconds = draw.randrange(2), draw.uniform(0, 4)
-    print(f"seed {seed}: kill rank {rank} after {seconds:.2f} s")
-    env = {**SHARED_STORE_OFF, "LADDER_SLOW": 1}
-    job = start(RESTARTS.format(3), *options, "--resume", **env)
-    end = time.monotonic() + seconds
-    while time.monotonic() < end or len(job.workers()) < 2:
-        assert job.process.poll() is None, "done before it was killed: draw shorter times"
-        time.sleep(0.02)
-    os.kill(job.workers()[rank], signal.SIGKILL)
-    text = job.finish()
-    assert text.count("total_epochs: ") == 2 or text.count("[rank 0 of 2]") < 2, text
-    assert load(tmp_path / "checkpoint.pt")["epoch"] == 2
-    assert same_bytes(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt"))
 
 
 @pytest.mark.parametrize("variable", ["LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT"])

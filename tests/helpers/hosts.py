@@ -133,6 +133,12 @@ class Hosts:
         rename = ["sh", "-c", 'hostname "$0" && exec "$@"', self.name(host)]
         return [*enter, *rename, "env", *unset, *settings, *map(str, argv)]
 
+    def exported(self, rank: int) -> dict[str, str]:
+        """What a scheduler exports for a job of one process on each host: torchrun's variables."""
+        env = {"RANK": rank, "WORLD_SIZE": self.count, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+        env |= {"MASTER_ADDR": self.address(0), "MASTER_PORT": 22225, "GLOO_SOCKET_IFNAME": ""}
+        return {name: str(value) for name, value in env.items()}
+
     def link(self, host: int, up: bool) -> None:
         """Pull the host's cable, or put it back. The host keeps its address; packets get lost."""
         run("ip", "-n", self.bridge, "link", "set", f"port{host}", "up" if up else "down")

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from helpers.hosts import Hosts, kill, requirements, run
@@ -129,39 +129,22 @@ class Slurm:
         conf = {"SLURM_CONF": self.folder / "slurm.conf"}
         return self.hosts.command(0, argv, {**(env or {}), **conf})
 
-    def sbatch(
-        self,
-        script: Path,
-        *options: object,
-        arguments: Iterable[object] = (),
-        env: Mapping[str, object] | None = None,
-    ) -> int:
-        """The number of the job. Its output lands in the script's folder, unless options say else.
-
-        It inherits `env`, and the tests' environment, as from a user's shell.
-        """
-        options = ("--parsable", f"--chdir={script.parent}", *options)
-        return int(run(*self.command(["sbatch", *options, script, *arguments], env)))
+    def sbatch(self, words: Iterable[object], env: Mapping[str, object]) -> int:
+        """The job's number. It inherits `env` and the tests' environment, as from a shell."""
+        return int(run(*self.command(["sbatch", "--parsable", *words], env)))
 
     def show(self, job: int, field: str) -> str:
         """A field of `scontrol show job`."""
         shown = run(*self.command(["scontrol", "--oneliner", "show", "job", job]))
         return re.search(rf"(?:^| ){field}=(\S*)", shown).group(1)
 
-    def exit_code(self, job: int) -> int:
-        """That of the batch script; the negative number of the signal that ended it."""
-        code, number = map(int, self.show(job, "ExitCode").split(":"))
-        return -number or code
-
-    def wait(self, job: int, states: str | Collection[str] = FINAL, seconds: float = 60) -> str:
-        """The state, as soon as it is one of `states`. A final state that is not fails at once."""
-        wanted = {states} if isinstance(states, str) else set(states)
+    def wait(self, job: int, wanted: str, seconds: float = 60) -> None:
+        """Until it is in this state. Another one that is final fails at once."""
         end = time.monotonic() + seconds
-        while (state := self.show(job, "JobState")) not in wanted:
+        while (state := self.show(job, "JobState")) != wanted:
             late = state in FINAL or time.monotonic() > end
             assert not late, f"job {job} is {state}, not {wanted}\n{self.log}"
             time.sleep(0.1)
-        return state
 
     def requeue_now(self, job: int) -> None:
         """Let a requeued job start now: Slurm makes it wait for two minutes."""
