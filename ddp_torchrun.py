@@ -381,7 +381,7 @@ def open_snapshot(args: argparse.Namespace) -> dict:
 
 def log(line: str, every_rank: bool = False) -> None:
     if every_rank or dist.get_rank() == 0:
-        tqdm.write(f"{line}\n", end="")  # one write, above the progress bar
+        tqdm.write(f"{line}\n", end="", nolock=True)  # one write; a stop in a lock would fail
         sys.stdout.flush()
 
 

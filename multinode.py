@@ -366,7 +366,7 @@ def stop(signum: int, frame: object) -> None:
 
 def log(line: str, every_rank: bool = False) -> None:
     if every_rank or not dist.is_initialized() or dist.get_rank() == 0:
-        tqdm.write(f"{line}\n", end="")  # one write, above the progress bar
+        tqdm.write(f"{line}\n", end="", nolock=True)  # one write; a stop in a lock would fail
         sys.stdout.flush()
 
 

@@ -211,7 +211,7 @@ def stop(signum: int, frame: object) -> None:
 
 
 def log(line: str) -> None:
-    tqdm.write(f"{line}\n", end="")  # one write, above the progress bar
+    tqdm.write(f"{line}\n", end="", nolock=True)  # one write; a stop in a lock would fail
     sys.stdout.flush()
 
 

@@ -50,7 +50,8 @@ def test_the_rate_is_that_of_training(make, monkeypatch, capsys, script):
 
 
 @every_script
-def test_the_lines_of_a_resume(make, capsys, script):
+def test_the_lines_of_a_resume(make, monkeypatch, capsys, script):
+    monkeypatch.setattr("tqdm.tqdm._lock", None, raising=False)  # a stop inside of it would fail
     path = ("--snapshot-path", "own.pt", "--resume")
     _, trainer = make(script, *path)
     assert "No snapshot at own.pt, starting from the beginning\n" in capsys.readouterr().out
