@@ -125,7 +125,6 @@ def table(result: dict) -> list[str]:
 
 def page(result: dict) -> str:
     machine = "\n".join(f"| {name} | {value} |" for name, value in result["machine"].items())
-    note = f"\n**{result['note']}**\n" if "note" in result else ""
     slower = faster = ""
     if one := runs(result, "mlp-32-1", "single_gpu.py"):
         two = runs(result, "mlp-32-2", "ddp_torchrun.py")
@@ -142,7 +141,7 @@ def page(result: dict) -> str:
 
 `python benchmarks/run.py` measured this in {result["minutes"]:.0f} minutes. It wrote this page,
 the picture and [results.json](results.json), which has every run.
-{note}
+
 | | |
 | --- | --- |
 {machine}

@@ -243,9 +243,8 @@ def foretold(cases: dict, model: str, link: str, accumulate: int) -> dict[int, f
 
 
 def measured(result: dict) -> list[str]:
-    lines = [result["note"], ""] if "note" in result else []
     where = f"{result['machine']}, torch {result['torch']}, gloo"
-    lines.append(f"| samples per second ({where}) | 1 node | 2 | 4 | 8 | busy cores |")
+    lines = [f"| samples per second ({where}) | 1 node | 2 | 4 | 8 | busy cores |"]
     lines.append("| --- |" + " ---: |" * 5)
     cases = by_case(result)
     for (model, link, accumulate), runs in cases.items():

@@ -61,7 +61,7 @@ def test_what_the_page_says_of_published_and_measured_results():
         if link == "100mbit":
             (one_pass if accumulate == 1 else eight_passes).extend(off.values())
         else:
-            assert runs[8]["busy"] > 0.9 and min(off.values()) > 0.5
+            assert runs[8]["busy"] > 0.9 and min(off.values()) > 0.4
     page = " ".join(scaling.PAGE.read_text().split())
     most = max(map(abs, one_pass))
     assert f"the predictions for four and eight nodes are within {most:.0%}." in page
