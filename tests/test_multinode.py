@@ -121,7 +121,8 @@ def test_torchrun_restarts_on_all_nodes(hosts, tmp_path, job):
     (worker,) = jobs[1].workers()
     os.kill(worker, signal.SIGKILL)
     texts = [each.finish() for each in jobs]
-    assert texts[0].count("[rank 0 of 2] ") == texts[1].count("[rank 1 of 2] ") == 2
+    for rank, text in enumerate(texts):  # a restart may fail and be followed by another
+        assert text.count(f"[rank {rank} of 2] ") >= 2
     assert "Resuming training from snapshot at Epoch 1\n" in texts[0]
     assert scores(texts[0]) == job[1]
     assert difference(load(tmp_path / "shared.pt"), job[2]) < 1e-12
