@@ -1,6 +1,8 @@
-"""RESULTS.md and throughput.svg from results.json: run.py calls it.
+"""The tables of RESULTS.md, and throughput.svg, from results.json: run.py calls it.
 
-Alone it writes them again, after a change of the page's text: python benchmarks/report.py [DIR]
+    python benchmarks/report.py [DIR]      writes them again
+
+The sentences are in RESULTS.md: edit them there. This writes what stands between its marks.
 """
 
 import json
@@ -8,12 +10,10 @@ import statistics
 import sys
 from pathlib import Path
 
-ALONE, TOGETHER, SPAWNED = BOUNDS = (
-    "compute alone",
-    "compute + all-reduce",
-    "compute + all-reduce, mp.spawn",
-)
-ONE, TWO = "the same, 1 process, 1 thread", "ddp_torchrun.py --accumulate 8"
+PAGE = Path(__file__).resolve().with_name("RESULTS.md")
+BOUNDS = ("compute alone", "compute + all-reduce", "compute + all-reduce, mp.spawn")
+ALONE, TOGETHER, SPAWNED = BOUNDS
+ONE = "the same, 1 process, 1 thread"
 BEFORE = {script: f"{script} before" for script in ("ddp_spawn.py", "ddp_torchrun.py")}
 TARGETS = [  # case, ours, against, at least
     ("mlp-32-2", "ddp_spawn.py", SPAWNED, 0.95),
@@ -98,7 +98,9 @@ def odd_ones(result: dict) -> list[str]:
         for name, value in values.items():
             middle = statistics.median(values.values())
             if abs(value - middle) > TOLERANCE:
-                found.append(f"{case}: {name} learns {value:.1f}%, and the median is {middle:.1f}%")
+                found.append(
+                    f"- {case}: {name} learns {value:.1f}%, and the median is {middle:.1f}%"
+                )
     return found
 
 
@@ -123,73 +125,21 @@ def table(result: dict) -> list[str]:
     return lines
 
 
+def fill(page: str, parts: dict[str, list[str]]) -> str:
+    """The page with these lines between the marks `<!-- name -->` and `<!-- end -->`."""
+    for name, lines in parts.items():
+        before, rest = page.split(f"<!-- {name} -->\n")
+        _, after = rest.split("<!-- end -->", 1)
+        page = "\n".join([f"{before}<!-- {name} -->", *lines, f"<!-- end -->{after}"])
+    return page
+
+
 def page(result: dict) -> str:
-    machine = "\n".join(f"| {name} | {value} |" for name, value in result["machine"].items())
-    slower = faster = ""
-    if one := runs(result, "mlp-32-1", "single_gpu.py"):
-        two = runs(result, "mlp-32-2", "ddp_torchrun.py")
-        times = statistics.median(one.values()) / statistics.median(two.values())
-        slower = f"One process with all cores does {times:.1f} times what two do.\n"
-    if found := ratios(result, "mlp-256-2-accumulate", TWO, ONE):
-        faster = "With batches of 256 and one all-reduce for eight of them, two processes do "
-        faster += f"{statistics.median(found):.1f}\ntimes what one process does on one core.\n"
-    gpu = result["machine"]["GPU"] != "none"
-    gpus = "One GPU was measured, and not several." if gpu else "No GPU was measured."
-    odd = "".join(f"- {line}\n" for line in odd_ones(result)) or "- none\n"
-    return f"""\
-# How fast the scripts are
-
-`python benchmarks/run.py` measured this in {result["minutes"]:.0f} minutes. It wrote this page,
-the picture and [results.json](results.json), which has every run.
-
-| | |
-| --- | --- |
-{machine}
-
-![Throughput and scaling](throughput.svg)
-
-{chr(10).join(table(result))}
-
-The columns give the number of processes and the batch size of each. The model is the `mlp`, on
-images of Fashion-MNIST's shape. Each figure is the median of several rounds. In brackets is its
-share of the upper bound's rate, which is the median of the ratios within each round.
-
-A second process pays where a step computes for longer than its all-reduce takes. With batches of 32
-the `mlp` computes for a millisecond or two, and then all-reduces 2.7 MB on the same cores.
-{slower}{faster}[docs/scaling.md](../docs/scaling.md) has the arithmetic.
-
-## What the rows are
-
-- `before` is the script at the commit that the table above calls so.
-- `tutorial` is the tutorials' loop as published. Each of its processes uses all cores.
-- `1 thread` is the same program with `OMP_NUM_THREADS=1`.
-- `Fabric` and `Accelerate` are the loops of their documentation.
-- `our data` is the same program with the scripts' data set, which is in memory and gives whole
-  batches. The gain of such a row is due to the data. The rest of the distance to the scripts is due
-  to the loop.
-- `compute alone` does forward pass, backward pass and update on batches that lie ready. It is the
-  upper bound of one process. Two such processes exchange nothing.
-- `compute + all-reduce` adds one all-reduce of the whole gradient per step. It is the upper bound
-  of two processes. torchrun starts it, except in the row `mp.spawn`. The two may differ because
-  torchrun gives each process a session of its own, and Linux may share out the cores by session.
-- The rows with `--accumulate 8` and `the same` all-reduce after every eighth batch. They have an
-  upper bound of their own.
-
-## Targets
-
-Each line has the median of the ratios, its standard error and its range. A target that lies within
-two errors of the median is undecided.
-
-{chr(10).join(targets(result))}
-
-## What these figures do not say
-
-{gpus} No network between machines was measured here.
-
-The rates of two programs can be compared only if both learn the same. After as many epochs, these
-are more than {TOLERANCE} percentage points of accuracy away from the median of their case:
-
-{odd}"""
+    machine = {**result["machine"], "It took": f"{result['minutes']:.0f} minutes"}
+    rows = [f"| {name} | {value} |" for name, value in machine.items()]
+    parts = {"machine": ["| | |", "| --- | --- |", *rows], "rates": table(result)}
+    parts |= {"targets": targets(result), "odd ones": odd_ones(result) or ["- none"]}
+    return fill(PAGE.read_text(), parts)
 
 
 def plot(result: dict, path: Path) -> None:
@@ -231,5 +181,5 @@ def write(result: dict, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parent
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else PAGE.parent
     write(json.loads((folder / "results.json").read_text()), folder)

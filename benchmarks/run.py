@@ -19,7 +19,6 @@ import contextlib
 import datetime
 import fnmatch
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import random
@@ -59,13 +58,12 @@ class Contestant:
     options: tuple[str, ...] = ()
     one_thread: bool = False  # OMP_NUM_THREADS=1
     processes: int | None = None  # not as many as the case has
-    needs: str | None = None  # a package
 
 
-TUTORIAL, BOUND = "benchmarks/tutorial.py", "benchmarks/upper_bound.py"
-ACCELERATE, FABRIC = "benchmarks/with_accelerate.py", "benchmarks/with_fabric.py"
+PEER, BOUND = "benchmarks/peers.py", "benchmarks/upper_bound.py"
 FRUGAL = ("--accumulate", "8")
 OURS = ("--our-data",)
+FABRIC, ACCELERATE = ("--by", "fabric"), ("--by", "accelerate")
 CONTESTANTS = {
     "single_gpu.py": Contestant("python", "single_gpu.py"),
     "data_parallel.py": Contestant("python", "data_parallel.py"),
@@ -78,13 +76,13 @@ CONTESTANTS = {
     ),
     "ddp_torchrun.py --amp bf16": Contestant("torchrun", "ddp_torchrun.py", ("--amp", "bf16")),
     "ddp_torchrun.py --compile": Contestant("torchrun", "ddp_torchrun.py", ("--compile",)),
-    "tutorial": Contestant("spawn", TUTORIAL),
-    "tutorial, 1 thread": Contestant("spawn", TUTORIAL, one_thread=True),
-    "Fabric": Contestant("spawn", FABRIC, needs="lightning_fabric"),
-    "Accelerate": Contestant("torchrun", ACCELERATE, needs="accelerate"),
-    "tutorial, 1 thread, our data": Contestant("spawn", TUTORIAL, OURS, one_thread=True),
-    "Fabric, our data": Contestant("spawn", FABRIC, OURS, needs="lightning_fabric"),
-    "Accelerate, our data": Contestant("torchrun", ACCELERATE, OURS, needs="accelerate"),
+    "tutorial": Contestant("spawn", PEER),
+    "tutorial, 1 thread": Contestant("spawn", PEER, one_thread=True),
+    "Fabric": Contestant("spawn", PEER, FABRIC),
+    "Accelerate": Contestant("torchrun", PEER, ACCELERATE),
+    "tutorial, 1 thread, our data": Contestant("spawn", PEER, OURS, one_thread=True),
+    "Fabric, our data": Contestant("spawn", PEER, (*FABRIC, *OURS)),
+    "Accelerate, our data": Contestant("torchrun", PEER, (*ACCELERATE, *OURS)),
     "compute alone": Contestant("torchrun", BOUND),
     "compute + all-reduce": Contestant("torchrun", BOUND, ("--all-reduce",)),
     "compute + all-reduce, mp.spawn": Contestant("spawn", BOUND, ("--all-reduce",)),
@@ -206,9 +204,6 @@ def run_case(case: Case, data: Path, seconds: float) -> list[dict]:
         # Who runs when, and after whom, should not matter; the same order in every run of this.
         for name in random.Random(f"{case.key} {number}").sample(names, len(names)):
             contestant = CONTESTANTS[name]
-            if contestant.needs and not importlib.util.find_spec(contestant.needs):
-                print(f"  {name}: left out, {contestant.needs} is not installed", flush=True)
-                continue
             words, env = command(contestant, case, data), environment(contestant, case)
             record = measure(words, env, seconds)
             records.append({"case": case.key, "contestant": name, "round": number, **record})

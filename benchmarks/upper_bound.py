@@ -14,13 +14,12 @@ import argparse
 import os
 import time
 
-import peer
+import peers
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 
-from common.data import GlobalBatchSampler, load_dataset
+from common.data import GlobalBatchSampler
 from common.model import build_model
 from common.seed import set_seed
 
@@ -34,16 +33,10 @@ def all_reduce(parameters: list[torch.Tensor], flat: torch.Tensor) -> None:
 
 
 def main(rank: int, world_size: int, args: argparse.Namespace) -> None:
-    if world_size > 1:
-        if "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it
-            torch.set_num_threads(max(1, torch.get_num_threads() // world_size))
-        os.environ.setdefault("MASTER_ADDR", "localhost")
-        os.environ.setdefault("MASTER_PORT", "12355")
-        backend = dist.get_default_backend_for_device(args.device)
-        dist.init_process_group(backend, rank=rank, world_size=world_size)
-    if args.device != "cpu":
-        torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
-    train_set, test_set = load_dataset(args.dataset, args.data_dir)
+    if "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it
+        torch.set_num_threads(max(1, torch.get_num_threads() // world_size))
+    peers.ddp_setup(rank, world_size, args.device)
+    train_set, test_set, _ = peers.load_data(args)
     set_seed(torch.device(args.device), args.seed)  # the scripts' first weights
     model = build_model(args.model, train_set.images.shape[1:]).to(args.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
@@ -67,19 +60,10 @@ def main(rank: int, world_size: int, args: argparse.Namespace) -> None:
                 all_reduce(parameters, flat)
             optimizer.step()
             optimizer.zero_grad()
-        if args.device != "cpu":
-            torch.accelerator.synchronize()
-        rate = len(train_set) / (time.perf_counter() - start)
-        if rank == 0:
-            peer.print_epoch(args, epoch, model, test_set, rate)
+        peers.end_epoch(args, epoch, model, start, len(train_set), test_set if rank == 0 else None)
 
 
 if __name__ == "__main__":
-    args = peer.parse_args()
+    args = peers.parse_args()
     args.our_data = True  # the batches that lie ready are those of our data set
-    if "RANK" in os.environ:
-        main(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), args)
-    elif args.nproc_per_node > 1:
-        mp.spawn(main, (args.nproc_per_node, args), args.nproc_per_node)
-    else:
-        main(0, 1, args)
+    peers.launch(main, args)

@@ -27,6 +27,7 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests")]
 
 import torch  # noqa: E402
 from check import all_reduce_seconds  # noqa: E402
+from report import fill  # noqa: E402
 
 PAGE = ROOT / "docs" / "scaling.md"
 DATA = PAGE.with_suffix(".json")
@@ -292,11 +293,7 @@ def plot(path: Path) -> None:
 
 def written(page: str, result: dict) -> str:
     """The page with what this program knows between its marks."""
-    for name, lines in {"measured": measured(result), "predicted": predicted()}.items():
-        before, rest = page.split(f"<!-- {name} -->\n")
-        _, after = rest.split("<!-- end -->", 1)
-        page = "\n".join([f"{before}<!-- {name} -->", *lines, f"<!-- end -->{after}"])
-    return page
+    return fill(page, {"measured": measured(result), "predicted": predicted()})
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ def test_ratios_are_taken_within_a_round_and_their_median_counts():
     assert "| ddp_spawn.py | 72 (0.48) |" in report.table({"records": records})
     values = {"ours": 90, "theirs": 91, "odd": 80, "compute alone": 80}
     records = [{**record(name, 0, 1), "accuracy": value} for name, value in values.items()]
-    odd = ["mlp-32-2: odd learns 80.0%, and the median is 90.0%"]
+    odd = ["- mlp-32-2: odd learns 80.0%, and the median is 90.0%"]
     assert report.odd_ones({"records": records}) == odd
     # A target within two errors is undecided.
     sure, unsure = [1.0, 1.0, 1.0, 1.0], [0.9, 1.0, 1.0, 1.1]  # an error of 0.05
