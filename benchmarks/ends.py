@@ -4,7 +4,6 @@
 
 A rank is forked from a process that has imported everything, so that it costs half a second. It
 trains two steps by the script's own main(), and then ends as every Python program does.
-docs/reference.md has what came of it.
 """
 
 import collections
@@ -16,7 +15,6 @@ import signal
 import socket
 import sys
 import tempfile
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,14 +22,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch._dynamo  # what the first step would import
-import torch.distributed.nn
 import torch.multiprocessing as mp
 
 from common.data import make_digits
 
 
 def train(rank: int, port: int) -> None:
-    """As the script's launcher starts a rank."""
+    """As the script's launcher starts a rank. One that hangs is ended by SIGALRM, status -14."""
+    signal.alarm(60)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank))
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", OMP_NUM_THREADS="1")
     args = module.parse_args()
@@ -46,19 +44,6 @@ def train(rank: int, port: int) -> None:
         module.main(rank, *data, args)
 
 
-def end(pid: int, seconds: float = 60) -> int | str:
-    """Its status, below 0 for a signal."""
-    late = time.monotonic() + seconds
-    while time.monotonic() < late:
-        found, status = os.waitpid(pid, os.WNOHANG)
-        if found:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return "hangs"
-
-
 script, count = sys.argv[1], int(sys.argv[2])
 sys.argv[1:] = ["1", "--model", "mlp", "--batch-size", "10", "--device", "cpu"]
 folder = tempfile.mkdtemp()
@@ -68,7 +53,6 @@ data = make_digits(40, 0), make_digits(10, 1)
 module.load_dataset = lambda *_: data
 mp.parent_process = lambda: SimpleNamespace(is_alive=lambda: True)
 torch.set_num_threads(1)
-gc.collect()
 gc.freeze()  # or a garbage collection in a rank copies all that torch is made of
 ended = collections.Counter()
 for job in range(count):
@@ -83,7 +67,7 @@ for job in range(count):
             train(rank, port)
             sys.exit()  # through everything that Python does at its end
         pids.append(pid)
-    ended.update(map(end, pids))
+    ended.update(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids)
     if (job + 1) % 100 == 0 or job + 1 == count:
         print(f"torch {torch.__version__}, {script}: {dict(ended)}", flush=True)
 shutil.rmtree(folder)

@@ -146,9 +146,8 @@ def load_data(args: argparse.Namespace) -> tuple[Dataset, Dataset, Callable | No
     """
     if args.our_data:
         return *load_dataset(args.dataset, args.data_dir), tuple
-    folder, convert = args.data_dir, ToTensor()
-    train_set = FashionMNIST(folder, train=True, transform=convert)
-    return train_set, FashionMNIST(folder, train=False, transform=convert), None
+    sets = [FashionMNIST(args.data_dir, train, ToTensor()) for train in (True, False)]
+    return *sets, None
 
 
 def normalize(args: argparse.Namespace, images: torch.Tensor) -> torch.Tensor:

@@ -48,7 +48,6 @@ UNSET = ("OMP_NUM_THREADS", "MASTER_ADDR", "RANK", "WORLD_SIZE")
 UNSET += ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 # With tests/site on PYTHONPATH: no program finds an accelerator, whatever the machine has.
 CPU_ONLY = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1", "LADDER_CPU": "1"}
-LIMIT = 240  # seconds for one run
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,13 @@ class Case:
         return "-".join(filter(None, (self.model, str(self.batch), where, self.name)))
 
 
-def all_cases(gpu: str | None) -> list[Case]:
+def all_cases(gpu: str | None, before: Path | None = None) -> list[Case]:
+    """`gpu` is a device type; `before` is a folder with an older version of our scripts."""
+    if before:
+        for script, name in report.BEFORE.items():
+            program = str(before.resolve() / script)
+            CONTESTANTS[name] = replace(CONTESTANTS[script], program=program)
+    older = tuple(report.BEFORE.values()) if before else ()
     peers = ("tutorial", "tutorial, 1 thread", "Fabric", "Accelerate")
     on_our_data = ("tutorial, 1 thread, our data", "Fabric, our data", "Accelerate, our data")
     cases = []
@@ -118,8 +123,8 @@ def all_cases(gpu: str | None) -> list[Case]:
         one = ("single_gpu.py", "data_parallel.py", *peers, "compute alone")
         cases.append(Case(batch, 1, one, rounds=5))
         ours = ("ddp_spawn.py", "ddp_torchrun.py")
-        two = (*ours, "multinode.py", *peers, *on_our_data, *report.BOUNDS)
-        cases.append(Case(batch, 2, two, (*ours, *report.BOUNDS[1:]), more_rounds=9))
+        two = (*ours, "multinode.py", *peers, *on_our_data, *report.BOUNDS, *older)
+        cases.append(Case(batch, 2, two, (*ours, *report.BOUNDS[1:], *older), more_rounds=9))
         frugal = ("ddp_torchrun.py --accumulate 8", "the same, 1 process, 1 thread")
         frugal += ("compute + all-reduce --accumulate 8",)
         cases.append(Case(batch, 2, frugal, rounds=5, name="accumulate"))
@@ -132,20 +137,6 @@ def all_cases(gpu: str | None) -> list[Case]:
         names = (*ours, "compute alone")
         cases.append(Case(256, 1, names, model="resnet18", dataset="digits", device=gpu))
     return cases
-
-
-def beside(folder: Path, cases: list[Case]) -> list[Case]:
-    """The cases of two processes with the same scripts from another folder, too."""
-    for script, older in report.BEFORE.items():
-        program = str(folder.resolve() / script)
-        CONTESTANTS[older] = replace(CONTESTANTS[script], program=program)
-    older = tuple(report.BEFORE.values())
-    return [
-        replace(case, contestants=(*case.contestants, *older), close=(*case.close, *older))
-        if {*report.BEFORE} <= {*case.contestants}
-        else case
-        for case in cases
-    ]
 
 
 def environment(contestant: Contestant, case: Case) -> dict[str, str]:
@@ -183,7 +174,7 @@ def measure(words: list[str], env: dict[str, str], seconds: float) -> dict:
         start, warm, epochs = time.monotonic(), None, []
         try:
             while warm is None or len(epochs) < 2 or time.monotonic() - warm < seconds:
-                if job.process.poll() is not None or time.monotonic() - start > LIMIT:
+                if job.process.poll() is not None or time.monotonic() - start > 240:
                     return {"error": job.text}
                 time.sleep(0.1)  # looking costs the others time, too
                 epochs = EPOCH.findall(job.text)
@@ -237,22 +228,16 @@ def machine() -> dict[str, str]:
     }
 
 
-def parse_args() -> argparse.Namespace:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cases", nargs="+", metavar="NAME", default=["*"], help="only these")
     parser.add_argument("--seconds", type=float, default=5, help="of a run, after warm-up")
     parser.add_argument("--before", type=Path, help="a clone of an older version, to run beside")
     parser.add_argument("--out", type=Path, help="folder for what is written")
-    return parser.parse_args()
-
-
-def main() -> None:
-    args = parse_args()
+    args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # and clean up on the way
     gpu = torch.accelerator.current_accelerator(check_available=True)
-    every = all_cases(gpu.type if gpu else None)
-    if args.before:
-        every = beside(args.before, every)
+    every = all_cases(gpu.type if gpu else None, args.before)
     cases = [c for c in every if any(fnmatch.fnmatch(c.key, name) for name in args.cases)]
     if not cases:
         sys.exit(f"no such case; there are {', '.join(case.key for case in every)}")
@@ -263,8 +248,7 @@ def main() -> None:
         result["machine"]["Before"] = f"commit {commit(args.before)}"
     with tempfile.TemporaryDirectory() as folder:
         for number, case in enumerate(cases, start=1):
-            minutes = (time.monotonic() - start) / 60
-            print(f"[{number} of {len(cases)}, {minutes:.0f} minutes] {case.key}", flush=True)
+            print(f"[{number} of {len(cases)}] {case.key}", flush=True)
             data = idx_files(Path(folder, str(case.samples)), case.samples, 2_000)
             result["records"] += run_case(case, data, args.seconds)
     result["minutes"] = (time.monotonic() - start) / 60

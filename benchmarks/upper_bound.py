@@ -6,8 +6,7 @@
     python upper_bound.py EPOCHS --data-dir DIR --all-reduce --nproc-per-node 2     by mp.spawn
 
 With --all-reduce the gradients are copied to one flat tensor after the backward pass, and averaged
-by one call; with --accumulate 8, after every eighth. It cannot resume, evaluate over all processes,
-or stop at a signal.
+by one call; with --accumulate 8, after every eighth.
 """
 
 import argparse

@@ -15,7 +15,6 @@ import inspect
 import multiprocessing
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,7 +34,7 @@ START = "forkserver" if sys.platform == "linux" else "spawn"
 PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel"]
 SECONDS = 120  # a program that takes longer fails
 RANKS = {"padding": 4, "local_rank": 4}  # all others have two ranks
-RANKS |= dict.fromkeys(("uneven", "map_location", "threads", "main_guard", "spawn"), 1)
+RANKS |= dict.fromkeys(("uneven", "map_location", "threads", "spawn"), 1)
 ON_TWO_NODES = ("local_rank", "relative_path")  # each node is a folder of its own
 HANGS = ("one_rank", "wrapper", "timeout")  # a collective ends after five seconds
 
@@ -217,25 +216,13 @@ def world_size(rank, wrong):
     print("batch size", batch_size)
 
 
-def set_device(index):
-    """Stands in for torch.accelerator.set_device_index on a node with two GPUs."""
-    print(f"device {index}" if index < 2 else "invalid device ordinal")
-
-
 def local_rank(rank, wrong):
     if wrong:
         index = dist.get_rank()
     else:
         index = int(os.environ["LOCAL_RANK"])
-    set_device(index)
-
-
-def gpu_0(rank, wrong):
-    if wrong:
-        device = torch.device("cuda")
-    else:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    print(f"model.to({device})")
+    # As torch.accelerator.set_device_index does on a node with two GPUs.
+    print(f"device {index}" if index < 2 else "invalid device ordinal")
 
 
 def limit_threads(rank, wrong, threads):
@@ -250,19 +237,6 @@ def threads(rank, wrong):
     threads = torch.zeros(2)
     mp.spawn(limit_threads, args=(wrong, threads), nprocs=2)
     print("more threads than one process has:", threads.sum().item() > 1)
-
-
-def main_guard(rank, wrong):
-    script = "import torch.multiprocessing as mp\ndef work(rank):\n    print('works')\n"
-    if wrong:
-        script += "mp.spawn(work, nprocs=1)"
-    else:
-        script += 'if __name__ == "__main__":\n'
-        script += "    mp.spawn(work, nprocs=1)"
-    Path("script.py").write_text(script)
-    done = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True)
-    error = re.search(r"RuntimeError:\s+(.*?)\.", done.stderr, re.S)
-    print(*(error[0] if error else done.stdout).split())
 
 
 def prefix(rank, wrong):
@@ -358,7 +332,7 @@ def timeout(rank):
         dist.all_reduce(torch.ones(1))
 
 
-def start_rank(name: str, rank: int, folder: str, wrong: tuple[bool, ...]) -> None:
+def start_rank(rank: int, name: str, folder: str, wrong: tuple[bool, ...]) -> None:
     """Call the program as this rank, leave what it prints in a file, and wait to be killed."""
     faulthandler.dump_traceback_later(SECONDS, exit=True)
     ranks, nodes = RANKS.get(name, 2), 2 if name in ON_TWO_NODES else 1
@@ -391,24 +365,19 @@ def start_rank(name: str, rank: int, folder: str, wrong: tuple[bool, ...]) -> No
 
 def run_once(name: str, *wrong: bool) -> str:
     """What the ranks of a program print, in one line."""
-    context = multiprocessing.get_context(START)
     if START == "forkserver":
-        context.set_forkserver_preload(PRELOAD)
+        multiprocessing.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder, f"output{rank}") for rank in range(RANKS.get(name, 2))]
-        arguments = [(name, rank, folder, wrong) for rank in range(len(outputs))]
-        processes = [context.Process(target=start_rank, args=given) for given in arguments]
+        with patch.dict(os.environ, OMP_NUM_THREADS="1"):
+            ranks = mp.start_processes(
+                start_rank, (name, folder, wrong), len(outputs), join=False, start_method=START
+            )
         try:
-            with patch.dict(os.environ, OMP_NUM_THREADS="1"):
-                for process in processes:
-                    process.start()
-            for process, output in zip(processes, outputs, strict=True):
-                while not output.exists():
-                    if not process.is_alive():
-                        raise RuntimeError(f"{name}: a rank ended, status {process.exitcode}")
-                    time.sleep(0.02)
+            while not all(output.exists() for output in outputs):
+                ranks.join(timeout=0.02)  # raises if one has failed
         finally:
-            for process in processes:
+            for process in ranks.processes:
                 process.kill()
                 process.join()
         lines = ["; ".join(output.read_text().splitlines()) for output in outputs]

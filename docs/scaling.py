@@ -216,12 +216,6 @@ def printed(check: list[str], pattern: str) -> float:
     return float(re.search(pattern + r" ([\d.]+)", "\n".join(check))[1])
 
 
-def accumulated(check: list[str], samples: int) -> float:
-    """Samples per second of two nodes with --accumulate 8, by benchmarks/check.py without it."""
-    step = printed(check, r"Step \|") - printed(check, "all-reduce")
-    return 2 * 8 * samples / (8 * step + printed(check, "all-reduce")) * 1e3
-
-
 def by_case(result: dict) -> dict:
     """{(model, link, accumulate): {nodes: its run}}"""
     runs = {}
@@ -239,7 +233,10 @@ def foretold(cases: dict, model: str, link: str, accumulate: int) -> dict[int, f
     check = cases[model, link, accumulate][2]["check"]
     rates = {nodes: printed(check, rf"Predicted \| {nodes} nodes \|") for nodes in (4, 8)}
     if accumulate > 1:
-        rates[2] = accumulated(cases[model, link, 1][2]["check"], SAMPLES[model])
+        check = cases[model, link, 1][2]["check"]
+        reduce = printed(check, "all-reduce")
+        step = 8 * (printed(check, r"Step \|") - reduce) + reduce  # in ms
+        rates[2] = 2 * 8 * SAMPLES[model] / step * 1e3
     return rates
 
 

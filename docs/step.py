@@ -7,10 +7,8 @@ the picture shows the shortest of the last 15.
 """
 
 import functools
-import json
 import os
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,17 +37,11 @@ def traced(step: Callable[[], object]) -> list[tuple[str, float, float]]:
     dist.barrier()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         step()
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        profiler.export_chrome_trace(file.name)
-        trace = json.loads(Path(file.name).read_text())
-    base = trace["baseTimeNanoseconds"] / 1e6
+    base = profiler.profiler.kineto_results.trace_start_ns() / 1e6
 
     def named(prefix: str) -> list[tuple[float, float]]:
-        return sorted(
-            (base + event["ts"] / 1e3, base + (event["ts"] + event["dur"]) / 1e3)
-            for event in trace["traceEvents"]
-            if event["name"].startswith(prefix) and "dur" in event
-        )
+        times = [event.time_range for event in profiler.events() if event.name.startswith(prefix)]
+        return sorted((base + time.start / 1e3, base + time.end / 1e3) for time in times)
 
     backward = named("autograd::engine::evaluate_function")
     backward_end = max(end for _, end in backward)

@@ -27,7 +27,7 @@ def test_a_run_measures_all_and_writes_the_page(tmp_path, monkeypatch):
     peers = ("tutorial, 1 thread", "tutorial, 1 thread, our data")
     names = ("ddp_spawn.py", "multinode.py", report.TOGETHER, *peers)
     case = harness.Case(32, 2, names, rounds=1, samples=1024)
-    monkeypatch.setattr(harness, "all_cases", lambda gpu: [case])
+    monkeypatch.setattr(harness, "all_cases", lambda *_: [case])
     monkeypatch.setattr(harness.signal, "signal", lambda *_: None)
     monkeypatch.setattr(sys, "argv", ["run.py", "--seconds", "0", "--out", str(tmp_path)])
     harness.main()
@@ -65,8 +65,8 @@ def test_a_contestant_that_fails_fails_the_run(tmp_path, monkeypatch, capsys):
 def test_the_targets_and_the_columns_are_among_the_cases(tmp_path, monkeypatch):
     """An older version of ours runs from its own folder, where Python finds its common/ first."""
     monkeypatch.setattr(harness, "CONTESTANTS", {**harness.CONTESTANTS})
-    cases = {case.key: case for case in harness.beside(tmp_path, harness.all_cases("cuda"))}
-    assert len(cases) == len(harness.all_cases("cuda")) == len(harness.all_cases(None)) + 3
+    cases = {case.key: case for case in harness.all_cases("cuda", tmp_path)}
+    assert len(cases) == len(harness.all_cases(None)) + 3
     assert all(name in harness.CONTESTANTS for case in cases.values() for name in case.contestants)
     assert all({ours, theirs} <= {*cases[key].close} for key, ours, theirs, _ in report.TARGETS)
     assert {key.removesuffix("-accumulate") for key in cases} == set(report.COLUMNS)

@@ -18,8 +18,7 @@ LINES = CODE.splitlines()
 FUNCTIONS = {node.name: node for node in ast.parse(CODE).body if isinstance(node, ast.FunctionDef)}
 SLOW = pytest.mark.slow("starts Python anew, which imports torch")
 NAMES = [
-    pytest.param(name, marks=SLOW) if name in ("threads", "main_guard", "spawn") else name
-    for name in SECTIONS
+    pytest.param(name, marks=SLOW) if name in ("threads", "spawn") else name for name in SECTIONS
 ]
 
 
