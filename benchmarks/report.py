@@ -159,10 +159,10 @@ def plot(result: dict, path: Path) -> None:
     titles += ("It does not: 2 processes, batches of 32",)
     for axis, contestants, title in zip(axes, (frugal, few), titles, strict=True):
         for name, found in reversed(contestants.items()):
-            rates = [*found.values()]
-            colour = ("tab:blue", "silver", "tab:orange")[kind(name)]
-            axis.barh(name, statistics.median(rates), color=colour)
-            axis.plot(rates, [name] * len(rates), "k.", markersize=3)
+            if rates := [*found.values()]:
+                colour = ("tab:blue", "silver", "tab:orange")[kind(name)]
+                axis.barh(name, statistics.median(rates), color=colour)
+                axis.plot(rates, [name] * len(rates), "k.", markersize=3)
         axis.set_title(title, fontsize=9)
         axis.set_xlabel("samples per second\n(orange: the upper bound, dots: runs)")
     figure.savefig(path, metadata={"Date": None})
