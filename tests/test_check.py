@@ -179,7 +179,7 @@ def nothing_is_left(folder: Path) -> bool:
 
 
 OWN = {  # in the lines marked "load your"
-    r"F\.cross_entropy": "F.mse_loss",
+    r"F\.cross_entropy\(": "(lambda output, targets, **_: F.mse_loss(output, targets))(",
     r"load_dataset\(.*?\)": "2 * [list(zip(torch.ones(65, 3), torch.ones(65)))]",
     r"build_model\(.*\)\.to": "nn.Sequential(nn.Linear(3, 1), nn.Flatten(0)).to",
 }

@@ -36,10 +36,14 @@ class Own(nn.Module):
         return outputs
 
 
+def losses(outputs, *given, **named):
+    return sum(F.cross_entropy(values, *given, **named) for values in outputs.values())
+
+
 class Trainer:
 """
-LOSSES = "loss = sum(F.cross_entropy(values, {}) for values in output.values())"
 MARKS = {
+    "loss = F.cross_entropy(": "loss = losses(",
     "source.to(self.device, non_blocking=self.pinned)": "[part.to(self.device) for part in source]",
     "loss_sum += F.cross_entropy(output,": "loss_sum += F.cross_entropy(output['logits'],",
     "(output.argmax": "(output['logits'].argmax",
@@ -47,14 +51,10 @@ MARKS = {
     "build_model(args.model, train_set[0][0].shape)": "Own()",
     "ConstantLR(optimizer, factor=1)": "CosineAnnealingLR(optimizer, 4)",
 }
-PLAIN = {
-    "self.model(source)": "self.model(*source)",
-    "loss = F.cross_entropy(output, targets)": LOSSES.format("targets"),
-}
+PLAIN = {"self.model(source)": "self.model(*source)"}
 DDP = {"self.model.module(source)": "self.model.module(*source)"}
 MICRO = {
     "self.model(micro_source)": "self.model(*micro_source)",
-    "loss = F.cross_entropy(output, micro_targets)": LOSSES.format("micro_targets"),
     "source.tensor_split(parts)": "zip(*(part.tensor_split(parts) for part in source))",
 }
 

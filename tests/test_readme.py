@@ -63,7 +63,7 @@ def test_the_commands_run(shell, tmp_path):
         command = command.replace("=gpu", "=2")  # as README says for a CPU
         alone = f"file://{tmp_path}/store --rank 0 --world-size 1"
         command = re.sub(r"tcp://.*--world-size 2", alone, command)
-        assert len(epochs(shell(f"{command} 1 1"))) == 1
+        assert len(epochs(shell(f"{command} 1 1 --model mlp"))) == 1
     resumed, restarted = re.findall(r"```bash\n(.*?)```", REFERENCE, re.S)
     assert [line["epoch"] for line in epochs(shell(resumed))] == [0, 1, 2]
     assert [line["epoch"] for line in epochs(shell(restarted))] == [3, 4]
