@@ -74,7 +74,7 @@ MUTANTS = {
         (TORCHRUN, "self.scaler.load_state_dict(", "dict("),
     ],
     "test_snapshots.py::test_a_run_with_another_setting_is_refused": [
-        (SINGLE, ', "seed")', ')'),
+        (SINGLE, ', "seed")', ")"),
     ],
     "test_snapshots.py::test_what_is_not_a_snapshot_is_refused": [
         (PARALLEL, "weights_only=True", "weights_only=False"),
