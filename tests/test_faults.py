@@ -1,6 +1,6 @@
 """After a random fault in a job, --resume ends with the bytes of a run that nothing disturbed.
 
-    FAULTS=100 .venv/bin/pytest -m slow tests/test_faults.py     (10 without the variable)
+    FAULTS=100 .venv/bin/pytest -m slow tests/test_faults.py     (5 without the variable)
 
 docs/reference.md has what came of 100. Needs Linux, root and iproute2, see hosts.py.
 """
@@ -69,8 +69,8 @@ def strike(job: Job, what: str, whom: str, draw: random.Random, disk: Path) -> N
             os.kill(pid, signal.Signals[what])
 
 
-@pytest.mark.slow("ten jobs by their real command lines, and as many resumed ones")
-@pytest.mark.parametrize("seed", range(int(os.environ.get("FAULTS", 10))))
+@pytest.mark.slow("five jobs by their real command lines, and as many resumed ones")
+@pytest.mark.parametrize("seed", range(int(os.environ.get("FAULTS", 5))))
 def test_the_same_bytes_after_a_random_fault(disk, tmp_path, record_property, seed):
     draw, script = random.Random(seed), SCRIPTS[seed % len(SCRIPTS)]
     what, whom = draw.choice(FAULTS[script])
