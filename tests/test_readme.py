@@ -64,11 +64,14 @@ def test_the_commands_run(shell, tmp_path):
         alone = f"file://{tmp_path}/store --rank 0 --world-size 1"
         command = re.sub(r"tcp://.*--world-size 2", alone, command)
         assert len(epochs(shell(f"{command} 1 1 --model mlp"))) == 1
+
+
+@pytest.mark.slow("real command lines, one after the other")
+def test_the_commands_of_reference_and_the_picture(shell, tmp_path):
     resumed, restarted = re.findall(r"```bash\n(.*?)```", REFERENCE, re.S)
     assert [line["epoch"] for line in epochs(shell(resumed))] == [0, 1, 2]
     assert [line["epoch"] for line in epochs(shell(restarted))] == [3, 4]
-    (command,) = re.findall(r"`(torchrun [^`]*docs/step.py)`", README)
-    shell(f"{command} step.svg")
+    shell(re.search(r"`(torchrun [^`]*docs/step.py)`", README)[1] + " step.svg")
     labels = re.findall(r"> ?([\w ]+)</text>", (tmp_path / "step.svg").read_text())
     assert labels.count("backward") == 3 and "bucket 1" in labels  # two bars and the legend
 
