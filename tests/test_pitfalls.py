@@ -17,9 +17,7 @@ CODE = (ROOT / "docs" / "pitfalls.py").read_text()
 LINES = CODE.splitlines()
 FUNCTIONS = {node.name: node for node in ast.parse(CODE).body if isinstance(node, ast.FunctionDef)}
 SLOW = pytest.mark.slow("starts Python anew, which imports torch")
-NAMES = [
-    pytest.param(name, marks=SLOW) if name in ("threads", "spawn") else name for name in SECTIONS
-]
+NAMES = [pytest.param(n, marks=SLOW) if n in ("threads", "spawn") else n for n in SECTIONS]
 
 
 @pytest.mark.parametrize("name", NAMES)
