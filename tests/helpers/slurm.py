@@ -148,6 +148,7 @@ class Slurm:
 
     def requeue_now(self, job: int) -> None:
         """Let a requeued job start now: Slurm makes it wait for two minutes."""
+        time.sleep(1.1)  # in the second in which it ended, slurmd takes it for the one that ended
         run(*self.command(["scontrol", "update", f"JobId={job}", "StartTime=now"]))
 
     def close(self) -> None:
