@@ -23,6 +23,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 SITE = Path(__file__).resolve().parents[1] / "site"
 PRELOAD = ("torch", "torch._dynamo", "torchvision", "tqdm", "PIL.Image")
@@ -64,14 +65,13 @@ class Fork:
 @functools.cache  # one for each process that runs tests
 def start_the_server() -> None:
     """The process that has imported everything and waits to be forked."""
+    if multiprocessing.forkserver.get_inherited_fds() is not None:  # these tests are forked, too
+        multiprocessing.forkserver._forkserver.ensure_running = lambda: None
+        return
     CONTEXT.set_forkserver_preload([*PRELOAD])
     # These are read when torch is loaded: one thread a process, as in conftest.py, and no warnings.
-    asked = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    before = {name: os.environ.get(name) for name in asked}
-    os.environ.update(asked)
-    multiprocessing.forkserver.ensure_running()
-    for name, value in before.items():
-        os.environ.pop(name) if value is None else os.environ.update({name: value})
+    with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR"):
+        multiprocessing.forkserver.ensure_running()
 
 
 def stop_the_server() -> None:
@@ -96,6 +96,8 @@ def begin(command: list[str], folder: Path, env: dict[str, str], output: Path, h
         move_to(host)
     os.environ.clear()
     os.environ.update(env)
+    for name in [name for name in sys.modules if name.split(".")[0] == "helpers"]:
+        del sys.modules[name]  # a copy of the repository has its own
     launch, script, *arguments = split(command)
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))
