@@ -5,6 +5,7 @@ import importlib
 import os
 import signal
 import sys
+import tempfile
 import uuid
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -13,16 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from helpers.files import idx_files
+from helpers.forks import start_the_server, stop_the_server
+from helpers.jobs import SITE, Job, command, refusal
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from common.data import make_digits
 
-from helpers.files import idx_files  # noqa: E402
-from helpers.forks import start_the_server, stop_the_server  # noqa: E402
-from helpers.jobs import SITE, Job, command, refusal  # noqa: E402
-
-from common.data import make_digits  # noqa: E402
-
+temporary = tempfile.TemporaryDirectory(prefix="ladder-")  # for what torch and killed jobs leave
 machine = pytest.MonkeyPatch()  # holds back what the machine has, while the CPU's tests run
 
 
@@ -32,6 +30,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     machine.undo()
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "PYTHONWARNINGS"):
         machine.delenv(name, raising=False)  # a test that calls ddp_setup or spawn leaves them
+    machine.setenv("TMPDIR", temporary.name)
     if item.get_closest_marker("gpu"):
         return
     # For the processes that tests start, in whatever way: sitecustomize.py has the rest.
@@ -53,6 +52,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_sessionfinish() -> None:
     """Wait for the process that was forked from: what it used counts as used by the tests."""
     stop_the_server()
+    temporary.cleanup()
 
 
 @pytest.fixture

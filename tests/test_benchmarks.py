@@ -6,11 +6,9 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers.jobs import ROOT
-
-sys.path.append(str(ROOT / "benchmarks"))
 import report
 import run as harness
+from helpers.jobs import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results.json"
 THREE_EPOCHS = """\

@@ -10,15 +10,13 @@ import signal
 import sys
 from pathlib import Path
 
+import check as checking
 import pytest
 import torch
 import torch.distributed as dist
+from check import Rank, report, verdict
 from helpers.hosts import Hosts, require, requirements
 from helpers.jobs import ALONE, ROOT, Job, command
-
-sys.path.append(str(ROOT / "benchmarks"))
-import check as checking
-from check import Rank, report, verdict
 
 CHECK = "benchmarks/check.py"
 TWO = f"torchrun --standalone --nproc_per_node=2 {CHECK}"

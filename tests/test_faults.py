@@ -33,7 +33,7 @@ def begin(hosts: Hosts | None, script: str, options: tuple, folder: Path, fork: 
     if not hosts:
         launch, *more = LAUNCHES[script]
         launch = launch if fork else launch.replace("=2", "=2 --max-restarts=3")
-        env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TMPDIR": str(folder)}
+        env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         return [Job(command(launch, *options, *more), folder, env, fork)]
     jobs = []
     for rank in (0, 1):

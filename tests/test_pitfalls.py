@@ -2,14 +2,11 @@
 
 import ast
 import re
-import sys
 
+import pitfalls
 import pytest
 from helpers.forks import start_the_server
 from helpers.jobs import ROOT
-
-sys.path.insert(0, str(ROOT / "docs"))
-import pitfalls
 
 PAGE = pitfalls.PAGE.read_text()
 SECTIONS = pitfalls.sections(PAGE)

@@ -97,7 +97,7 @@ def test_the_options_of_reference_and_of_the_docstring(script):
         named = re.findall(r"`(\w+\.py)`", scripts)
         if (script in named) != ("all" in scripts):
             listed.update(re.findall(r"`([\w-]+)`", options))
-    assert listed == has
+    assert listed == has, f"docs/reference.md does not fit {script}: {listed ^ has}"
     torchruns = {o for action in get_args_parser()._actions for o in action.option_strings}
     assert {*re.findall(r"--[a-z][\w-]+", docstring)} <= has | torchruns | {"--help"}
 

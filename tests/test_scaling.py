@@ -1,14 +1,9 @@
 """docs/scaling.md: its tables are what its program makes of the model, and the model is right."""
 
-import importlib.util
 import json
 
 import pytest
-from helpers.jobs import ROOT
-
-spec = importlib.util.spec_from_file_location("scaling", ROOT / "docs" / "scaling.py")
-scaling = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(scaling)
+import scaling
 
 TEN = scaling.Link("10 Gbit/s", 1.25e9, 1)
 JOB = scaling.Job("a job", 100e6, 0.3)
