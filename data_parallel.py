@@ -123,7 +123,7 @@ class Trainer:
             "schedule": self.schedule.state_dict(),
             "epoch": self.epoch,
             "global_batch": self.train_data.batch_sampler.global_batch,
-            "args": vars(self.args),
+            "args": {name: str(value) for name, value in vars(self.args).items()},  # plain types
         }
         content = io.BytesIO()
         torch.save(snapshot, content)  # not to the file, because a stop in there aborts Python
@@ -196,7 +196,7 @@ def open_snapshot(args: argparse.Namespace) -> dict:
     try:
         snapshot = torch.load(path, map_location="cpu", weights_only=True)
         for name in ("dataset", "model", "lr", "momentum", "seed"):
-            then, now = snapshot["args"][name], getattr(args, name)
+            then, now = str(snapshot["args"][name]), str(getattr(args, name))
             if then != now:
                 sys.exit(f"error: {path} was made with --{name} {then}, and this run has {now}")
     except Exception as error:  # not sys.exit's; torch.load raises nearly everything
@@ -248,7 +248,7 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     args.model = args.model or DEFAULT_MODEL[args.dataset]
     path = Path(args.snapshot_path)
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
+    if (path.exists() and not path.is_file()) or not os.access(path.parent, os.W_OK):
         parser.error(f"--snapshot-path {path}: name a file in a folder that you may write to")
     return args
 

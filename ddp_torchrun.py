@@ -22,6 +22,7 @@ make this file yours, edit the lines marked "load your".
 import argparse
 import contextlib
 import datetime
+import importlib.util
 import io
 import os
 import signal
@@ -89,11 +90,6 @@ class Trainer:
             model.compile()  # in place: the names of the weights stay as they are
         if args.resume:
             self._load_snapshot()
-        self.writer = None
-        if args.log_dir and self.rank == 0:
-            from torch.utils.tensorboard import SummaryWriter  # an extra, and slow to import
-
-            self.writer = SummaryWriter(args.log_dir, purge_step=self.epoch)
 
     def _run_batch(self, source: torch.Tensor, targets: torch.Tensor, size: int) -> torch.Tensor:
         self.optimizer.zero_grad()
@@ -190,6 +186,11 @@ class Trainer:
     def train(self, total_epochs: int) -> int:
         train_size = len(self.train_data.dataset)
         test_size = len(self.test_data.dataset)
+        writer = None
+        if self.args.log_dir and self.rank == 0:
+            from torch.utils.tensorboard import SummaryWriter  # an extra, and slow to import
+
+            writer = SummaryWriter(self.args.log_dir, purge_step=self.epoch)
         for epoch in range(self.epoch, total_epochs):
             start = time.perf_counter()
             seen_before = self.samples_seen
@@ -206,11 +207,11 @@ class Trainer:
             losses = f"Train loss: {train_loss:.4f} | Test loss: {test_loss:.4f}"
             accuracy = f"Accuracy: {correct:.0f}/{test_size} ({correct / test_size:.2%})"
             log(f"Epoch {epoch} | {losses} | {accuracy} | {rate:.0f} samples/s")
-            if self.writer:
-                self.writer.add_scalar("loss/train", train_loss, epoch)
-                self.writer.add_scalar("loss/test", test_loss, epoch)
-                self.writer.add_scalar("accuracy", correct / test_size, epoch)
-                self.writer.flush()
+            if writer:
+                writer.add_scalar("loss/train", train_loss, epoch)
+                writer.add_scalar("loss/test", test_loss, epoch)
+                writer.add_scalar("accuracy", correct / test_size, epoch)
+                writer.flush()
             self.schedule.step()  # load your schedule, if it steps otherwise
             self.epoch = epoch + 1
             self.samples_seen = 0
@@ -235,7 +236,7 @@ class Trainer:
             "global_batch": self.train_data.batch_sampler.global_batch,
             "samples_seen": self.samples_seen,
             "loss_sum": loss_sum.item(),
-            "args": vars(self.args),
+            "args": {name: str(value) for name, value in vars(self.args).items()},  # plain types
         }
         content = io.BytesIO()
         torch.save(snapshot, content)  # not to the file, because a stop in there aborts Python
@@ -371,7 +372,7 @@ def open_snapshot(args: argparse.Namespace) -> dict:
     try:
         snapshot = torch.load(path, map_location="cpu", weights_only=True)
         for name in ("dataset", "model", "lr", "momentum", "seed"):
-            then, now = snapshot["args"][name], getattr(args, name)
+            then, now = str(snapshot["args"][name]), str(getattr(args, name))
             if then != now:
                 sys.exit(f"error: {path} was made with --{name} {then}, and this run has {now}")
     except Exception as error:  # not sys.exit's; torch.load raises nearly everything
@@ -437,8 +438,12 @@ def parse_args() -> argparse.Namespace:
     if args.backend and (args.device not in serves or not dist.is_backend_available(args.backend)):
         parser.error(f"--backend {args.backend} does not work on {args.device} here: leave it out")
     path = Path(args.snapshot_path)
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
+    if (path.exists() and not path.is_file()) or not os.access(path.parent, os.W_OK):
         parser.error(f"--snapshot-path {path}: name a file in a folder that you may write to")
+    if args.log_dir and importlib.util.find_spec("tensorboard") is None:
+        parser.error("--log-dir needs TensorBoard: pip install tensorboard")
+    if "RANK" in os.environ and "LOCAL_WORLD_SIZE" not in os.environ:
+        parser.error("RANK is set, but not LOCAL_WORLD_SIZE: use torchrun, or unset RANK")
     if "RANK" not in os.environ:  # started without torchrun: one process, for a debugger say
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0 and not args.resume:

@@ -68,9 +68,9 @@ def check(trainer: Any, total_epochs: int) -> int:
         refuse(f"Trainer.model is not DDP, which this measures, but {type(trainer.model).__name__}")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     parameters = trainer.model.parameters()
-    count = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    size = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
     device = next(trainer.model.parameters()).device
-    gradient = torch.full((count,), rank + 1.0, device=device)
+    gradient = torch.full((size // 4,), rank + 1.0, dtype=torch.float32, device=device)
     dist.all_reduce(gradient)
     wrong = (gradient != world_size * (world_size + 1) / 2).sum()
     dist.all_reduce(wrong)
@@ -80,14 +80,15 @@ def check(trainer: Any, total_epochs: int) -> int:
         steps, accumulate = len(trainer.train_data), getattr(trainer.args, "accumulate", 0)
         print("\n".join(report(ranks, gradient.nbytes, steps, accumulate)), flush=True)
     if wrong:
-        sys.exit(f"error: {wrong.item()} of {world_size * count} sums of the all-reduce are wrong")
+        sums = world_size * len(gradient)
+        sys.exit(f"error: {wrong.item()} of {sums} sums of the all-reduce are wrong")
     return 0
 
 
 def measure(trainer: Any, gradient: torch.Tensor) -> Rank:
     """This rank's times; all ranks measure the same at the same time.
 
-    `gradient` has as many numbers as DDP sends. They are zeros, as their sum must stay finite.
+    `gradient` has as many bytes as DDP sends. They are zeros, as their sum must stay finite.
     """
     device = gradient.device
     pinned = getattr(trainer.train_data, "pin_memory", False)
@@ -309,6 +310,8 @@ def main() -> int:
     path = Path(sys.argv[1]).resolve()
     sys.argv = sys.argv[1:]
     sys.path.insert(0, str(path.parent))  # as Python does for the script
+    if path.stem in sys.modules or "." in path.stem:
+        refuse(f"{path.name} cannot be imported by this name: rename it, to train.py say")
     script = importlib.import_module(path.stem)
     trainer = getattr(script, "Trainer", None)
     places = {"Trainer": script, "parse_args": script, "main": script}
@@ -318,9 +321,17 @@ def main() -> int:
             name = name if place is script else f"Trainer.{name}"
             refuse(f"{path.name} has no {name}, which benchmarks/check.py needs")
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C without a traceback
-    if len(inspect.signature(script.main).parameters) == 1:
-        trainer.train = check
+    trainer.train = check
+    parameters = inspect.signature(script.main).parameters.values()
+    needed = [parameter for parameter in parameters if parameter.default is parameter.empty]
+    if not needed:
+        return script.main()
+    if len(needed) == 1:
         return script.main(script.parse_args())
+    if "mp.spawn(" not in path.read_text():  # or what it starts would train
+        refuse(
+            f"{path.name} has a main() of {len(needed)} arguments, and no mp.spawn(...) calls it"
+        )
     mp.spawn = functools.partial(spawn_checked, mp.spawn)  # its main is for the processes it starts
     runpy.run_path(str(path), run_name="__main__")
     return 0

@@ -178,8 +178,8 @@ def nothing_is_left(folder: Path) -> bool:
 
 OWN = {  # in the lines marked "load your"
     r"F\.cross_entropy\(": "(lambda output, targets, **_: F.mse_loss(output, targets))(",
-    r"load_dataset\(.*?\)": "2 * [list(zip(torch.ones(65, 3), torch.ones(65)))]",
-    r"build_model\(.*\)\.to": "nn.Sequential(nn.Linear(3, 1), nn.Flatten(0)).to",
+    r"load_dataset\(.*?\)": "2 * [[(torch.ones(10_000).double(), torch.ones(()).double())] * 65]",
+    r"build_model\(.*\)\.to": "nn.Sequential(nn.Linear(10_000, 1), nn.Flatten(0)).double().to",
 }
 
 
@@ -193,10 +193,11 @@ def test_a_slow_rank_of_a_users_own_copy(fork, tmp_path):
         edited = [re.sub(old, new, line) if "# load your" in line else line for line in lines]
         assert edited != lines, old
         lines = edited
-    (folder / "my_own.py").write_text("\n".join(lines))
+    text = re.sub(r"^def main\((.*?)\)", r"def main(\1, more=False)", "\n".join(lines), flags=re.M)
+    (folder / "my_own.py").write_text(text)
     text = fork(TWO, folder / "my_own.py", "--batch-size", 40, LADDER_SLOW=1)
     assert text.count("my own\n") >= 2
-    assert "\nAll-reduce | 0.00 MB |" in text and "\nEpoch | 1 steps |" in text
+    assert "\nAll-reduce | 0.08 MB |" in text and "\nEpoch | 1 steps |" in text
     assert re.search(r"^Step \| .* waiting for rank 1 1\d\d\.\d\d, all-reduce", text, re.M), text
     assert re.search(r"^Verdict \| rank 1 is slow: [34]\d\d\.\d\d ms for", text, re.M), text
     assert re.search(r"^Total time: ", text, re.M)  # to main()'s end
@@ -229,6 +230,14 @@ def test_what_it_cannot_measure(make, monkeypatch, capsys, tmp_path):
         own.write_text(re.sub(rf"^( *)(class|def) {word}\b", r"\1\2 other", text, flags=re.M))
         line = f"{own.name} has no {name}, which benchmarks/check.py needs\n"
         assert refused(own) == line
+    own = tmp_path / "of_two.py"
+    own.write_text(text.replace("def main(", "def main(rank: int, "))
+    line = "of_two.py has a main() of 2 arguments, and no mp.spawn(...) calls it\n"
+    assert refused(own) == line
+    for name in ("statistics.py", "train.v2.py"):
+        (tmp_path / name).write_text(text)
+        line = f"{name} cannot be imported by this name: rename it, to train.py say\n"
+        assert refused(tmp_path / name) == line
     _, trainer = make("single_gpu.py", "--model", "mlp")
     with pytest.raises(SystemExit, match="2"):
         checking.check(trainer, 5)

@@ -20,6 +20,7 @@ from common.data import DATASETS, DataError, load_dataset
 from common.model import build_model
 
 DDP, ELASTIC, NODES = SCRIPTS[2:], SCRIPTS[3:4], SCRIPTS[4:]
+SPAWNS = ("ddp_spawn.py", "multinode.py")
 CHOOSES = tuple(script for script in SCRIPTS if script != "data_parallel.py")  # its device
 WORLD = "--world-size 2 --rank 1"
 AT = f"{WORLD} --init-method"
@@ -35,11 +36,14 @@ MISTAKES = [
     (CHOOSES, "--device cuda", "argument --device: invalid choice: 'cuda'"),  # there is none here
     (SCRIPTS, "--snapshot-path no/x.pt", f"--snapshot-path no/x.pt: {FOLDER}"),
     (SCRIPTS, "--snapshot-path .", f"--snapshot-path .: {FOLDER}"),
+    (SCRIPTS, "--snapshot-path /dev/null", f"--snapshot-path /dev/null: {FOLDER}"),
     (DDP, "--backend nccl", "--backend nccl does not work on cpu here: leave it out"),
     (DDP, "--backend pigeon", "--backend pigeon does not work on cpu here: leave it out"),
     (ELASTIC, "--sync-bn", "--sync-bn needs an accelerator: leave it out on a CPU"),
     (ELASTIC, "TORCHELASTIC_MAX_RESTARTS=3", "torchrun's --max-restarts goes with --resume, or"),
-    (NODES, f"TORCHELASTIC_RUN_ID=x {WORLD}", "torchrun starts ddp_torchrun.py; this script is"),
+    (ELASTIC, "RANK=0", "RANK is set, but not LOCAL_WORLD_SIZE: use torchrun, or unset RANK"),
+    (ELASTIC, "--log-dir runs", "--log-dir needs TensorBoard: pip install tensorboard"),
+    (SPAWNS, "TORCHELASTIC_RUN_ID=x", "torchrun starts ddp_torchrun.py; this script starts its"),
     (NODES, "--rank 0", "give --rank and --world-size, or export RANK and WORLD_SIZE"),
     (NODES, "RANK=0", "give --rank and --world-size, or export RANK and WORLD_SIZE"),
     (NODES, "--world-size 2 --rank 2", "rank 2 is not in a world of 2: they count from 0"),
@@ -61,6 +65,7 @@ MISTAKES = [
     [(script, typed, line) for scripts, typed, line in MISTAKES for script in scripts],
 )
 def test_a_mistake(refuse, monkeypatch, script, typed, line):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)  # as if it were not installed
     words = typed.split()
     while words and words[0][0].isupper():
         monkeypatch.setenv(*words.pop(0).split("="))

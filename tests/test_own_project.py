@@ -1,6 +1,7 @@
 """A script turned into one's own project: the lines marked "load your" edited, and no other."""
 
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from helpers.files import difference, load, same_bytes
 from helpers.jobs import ROOT, SCRIPTS, Job, command, epochs
 
+REFERENCE = (ROOT / "docs" / "reference.md").read_text()
 # As tutorials write them: a sample at a time, without __getitems__. The noise is an augmentation.
 OWN = """class Pairs(Dataset):
     def __init__(self, length, noise=0):
@@ -107,6 +109,18 @@ def test_every_script_trains_ones_own_project_to_the_same_weights(tmp_path):
         assert difference(snapshot, first) < 1e-12, script
         (group,) = snapshot["optimizer"]["param_groups"]
         assert group["lr"] == pytest.approx(0.05), script  # half of the cosine
+
+
+@pytest.mark.slow("processes that are not forked")
+def test_loader_workers_with_a_data_set_of_many_tensors(tmp_path):
+    """With the line that docs/reference.md has for it."""
+    (remedy,) = re.findall(r"`(torch.multiprocessing\.\w+\(.*?\))`", REFERENCE)
+    data = "2 * [[(torch.randn(1, 28, 28), 1) for _ in range(400)]]"
+    copy = edited(tmp_path, "ddp_spawn.py", {"load_dataset(args.dataset, args.data_dir)": data})
+    Path(copy).write_text(Path(copy).read_text().replace("\n\nclass Tr", f"\n{remedy}\n\nclass Tr"))
+    options = (1, "--model", "mlp", "--num-workers", 1, "--nproc-per-node", 1)
+    (line,) = epochs(Job(command(f"python {copy}", *options), tmp_path, {}).finish())
+    assert line["total"] == 400 == line["correct"]
 
 
 def stopped(words: list[str], folder: Path) -> None:

@@ -23,6 +23,7 @@ def test_what_is_saved_is_what_is_loaded(make, script):
     _, first = make(script, *options)
     first._run_epoch(0)
     first.epoch = 3
+    first.args.folder = Path()  # a user's own option, of any type
     if torchrun:
         first.scaler.load_state_dict({**first.scaler.state_dict(), "scale": 8.0})
         first.samples_seen = 32

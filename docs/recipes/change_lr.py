@@ -9,7 +9,7 @@ import torch
 
 path, rate = sys.argv[1], float(sys.argv[2])
 snapshot = torch.load(path, map_location="cpu", weights_only=True)
-factor = rate / snapshot["args"]["lr"]
+factor = rate / float(snapshot["args"]["lr"])
 for group in snapshot["optimizer"]["param_groups"]:
     group["lr"] *= factor
     group["initial_lr"] *= factor
@@ -17,5 +17,5 @@ schedule = snapshot["schedule"]
 for state in (schedule, *schedule.get("_schedulers", ())):
     if "base_lrs" in state:
         state["base_lrs"] = [base * factor for base in state["base_lrs"]]
-snapshot["args"]["lr"] = rate
+snapshot["args"]["lr"] = str(rate)
 torch.save(snapshot, path)
