@@ -7,9 +7,7 @@
 Start it as you would start the script, one of ours or your own copy, and put check.py before the
 script's name. It puts its measurement in the place of `Trainer.train` and changes nothing else: the
 model, the data, the loss and the options are the script's. Nothing is trained or saved.
-
-A step takes as long as the slowest rank needs for its data and its computing, and then what of the
-all-reduce is not hidden behind the backward pass. docs/scaling.md says what follows from that.
+docs/scaling.md has the model of a step that the predictions follow.
 """
 
 import functools
@@ -80,8 +78,7 @@ def check(trainer: Any, total_epochs: int) -> int:
         steps, accumulate = len(trainer.train_data), getattr(trainer.args, "accumulate", 0)
         print("\n".join(report(ranks, gradient.nbytes, steps, accumulate)), flush=True)
     if wrong:
-        sums = world_size * len(gradient)
-        sys.exit(f"error: {wrong.item()} of {sums} sums of the all-reduce are wrong")
+        sys.exit(f"error: {wrong.item()} of {world_size * size // 4} sums of all ranks are wrong")
     return 0
 
 
@@ -313,25 +310,18 @@ def main() -> int:
     if path.stem in sys.modules or "." in path.stem:
         refuse(f"{path.name} cannot be imported by this name: rename it, to train.py say")
     script = importlib.import_module(path.stem)
-    trainer = getattr(script, "Trainer", None)
-    places = {"Trainer": script, "parse_args": script, "main": script}
-    places |= {"train": trainer, "_run_batch": trainer}
-    for name, place in places.items():
-        if not callable(getattr(place, name, None)):
-            name = name if place is script else f"Trainer.{name}"
+    for name in ("Trainer", "Trainer.train", "Trainer._run_batch", "parse_args", "main"):
+        place = script.Trainer if "." in name else script
+        if not callable(getattr(place, name.split(".")[-1], None)):
             refuse(f"{path.name} has no {name}, which benchmarks/check.py needs")
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C without a traceback
-    trainer.train = check
+    script.Trainer.train = check
     parameters = inspect.signature(script.main).parameters.values()
     needed = [parameter for parameter in parameters if parameter.default is parameter.empty]
-    if not needed:
-        return script.main()
     if len(needed) == 1:
         return script.main(script.parse_args())
     if "mp.spawn(" not in path.read_text():  # or what it starts would train
-        refuse(
-            f"{path.name} has a main() of {len(needed)} arguments, and no mp.spawn(...) calls it"
-        )
+        refuse(f"{path.name} has no mp.spawn(...) for its main() of {len(needed)} arguments")
     mp.spawn = functools.partial(spawn_checked, mp.spawn)  # its main is for the processes it starts
     runpy.run_path(str(path), run_name="__main__")
     return 0

@@ -167,7 +167,7 @@ def test_rank_0_prints_sums_that_are_right(make, monkeypatch, capsys):
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "all_gather_object", lambda ranks, one: ranks.__setitem__(0, one))
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
-    with pytest.raises(SystemExit, match="error: 268298 of 536596 sums of the all-reduce are"):
+    with pytest.raises(SystemExit, match="error: 268298 of 536596 sums of all ranks are wrong"):
         checking.check(trainer, 5)
     assert capsys.readouterr().out == ""
 
@@ -232,7 +232,7 @@ def test_what_it_cannot_measure(make, monkeypatch, capsys, tmp_path):
         assert refused(own) == line
     own = tmp_path / "of_two.py"
     own.write_text(text.replace("def main(", "def main(rank: int, "))
-    line = "of_two.py has a main() of 2 arguments, and no mp.spawn(...) calls it\n"
+    line = "of_two.py has no mp.spawn(...) for its main() of 2 arguments\n"
     assert refused(own) == line
     for name in ("statistics.py", "train.v2.py"):
         (tmp_path / name).write_text(text)
