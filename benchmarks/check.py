@@ -213,7 +213,7 @@ def report(ranks: list[Rank], size: int, steps: int, accumulate: int) -> list[st
     rows = [("Measured", now, samples / step, useful / step)]
     alone = ranks[0].samples / useful
     if world_size > 1:
-        rows.append(("Predicted", "1 process", alone, 1.0))
+        rows.append(("Predicted", f"1 process, threads {ranks[0].threads}", alone, 1.0))
     if nodes > 1:
         hops = 2 * (world_size - 1)  # messages of a ring, see all_reduce_seconds
         latency = min(reduce, max(rank.latency for rank in ranks)) / hops

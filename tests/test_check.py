@@ -43,7 +43,7 @@ def test_the_lines_of_several_nodes():
         "Step | 104.00 ms: data 1.25, compute 89.00, waiting for rank 2 1.75, all-reduce 12.00",
         "Epoch | 50 steps | about 5.2 s",
         "Measured | 2 nodes | 1154 samples/s | efficiency 78%",
-        "Predicted | 1 process | 369 samples/s | efficiency 100%",
+        "Predicted | 1 process, threads 1 | 369 samples/s | efficiency 100%",
         "Predicted | 4 nodes | 2142 samples/s | efficiency 73%",
         "Predicted | 8 nodes | 4051 samples/s | efficiency 69%",
         "Predicted | 16 nodes | 7588 samples/s | efficiency 64%",
@@ -60,7 +60,7 @@ def test_the_lines_of_several_nodes():
 def test_the_lines_of_one_node():
     assert said(FOUR[:2])[3:-1] == [
         "Measured | 2 processes on one node | 600 samples/s | efficiency 81%",
-        "Predicted | 1 process | 370 samples/s | efficiency 100%",
+        "Predicted | 1 process, threads 1 | 370 samples/s | efficiency 100%",
         "Predicted | 2 processes on one node, --accumulate 4 | 649 samples/s | efficiency 88%",
         "Predicted | more nodes | not known before two of them have run this",
     ]
