@@ -71,11 +71,13 @@ if hooks and not any("resource_tracker" in word for word in sys.orig_argv):
 
     if "ATEXIT" in hooks:
         import atexit
+        import contextlib
 
         def say() -> None:
-            threads = sorted(
-                path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")
-            )
+            threads = []
+            for path in Path("/proc/self/task").glob("*/comm"):
+                with contextlib.suppress(OSError):  # a thread that ends at this moment
+                    threads.append(path.read_text().strip())
             print(f"Python ends: {' '.join(threads)}\n", end="", flush=True)
 
         atexit.register(say)
