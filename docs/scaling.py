@@ -33,9 +33,6 @@ PAGE = ROOT / "docs" / "scaling.md"
 DATA = PAGE.with_suffix(".json")
 PICTURE = PAGE.with_suffix(".svg")
 
-
-# --- the model ------------------------------------------------------------------------------------
-
 BUCKET = 25 * 2**20  # bytes; DDP's bucket_cap_mb
 BACKWARD = 2 / 3  # of a step's arithmetic: gradients of the inputs and of the weights
 # Seconds per message in NCCL's own model of itself: protocol Simple in nccl/src/graph/tuning.cc.

@@ -2,6 +2,7 @@ import os
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # imported later, it would keep the process group to the end
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -58,4 +59,5 @@ for epoch in range(first_epoch, 5):
         torch.save({**snapshot, "epoch": epoch + 1}, "snapshot.pt.tmp")
         os.replace("snapshot.pt.tmp", "snapshot.pt")  # the new one whole, or the old one
 
+del model  # or DDP keeps the group, whose threads may block or abort Python's end
 dist.destroy_process_group()

@@ -208,9 +208,9 @@ def test_inference_and_export(apply, capsys):
     assert torch.allclose(exported(images[:7]), model(images[:7]), atol=1e-6)
 
 
-def torchrun(folder: Path, script: Path, processes: int = 2, dtype: str = "float64") -> str:
+def torchrun(folder: Path, script: Path, processes: int = 2) -> str:
     words = command(f"torchrun --standalone --nproc_per_node={processes} {script}")
-    return Job(words, folder, {"LADDER_DTYPE": dtype}, fork=True).finish()
+    return Job(words, folder, {"LADDER_DTYPE": "float64"}, fork=True).finish()
 
 
 def test_sharded_weights_are_those_of_one_process_and_are_resumed(tmp_path):
@@ -230,7 +230,9 @@ def test_sharded_weights_are_those_of_one_process_and_are_resumed(tmp_path):
 
 def test_a_stream_trains_on_each_sample_once(tmp_path):
     """As one process does that takes the batches of both ranks together."""
-    text = torchrun(tmp_path, FOLDER / "stream.py", dtype="float32")
+    words = command(f"torchrun --standalone --nproc_per_node=2 {FOLDER / 'stream.py'}")
+    text = Job(words, tmp_path, {"LADDER_ATEXIT": "1"}, fork=False).finish()
+    assert len(re.findall("^Python ends: (?!.*gloo)", text, re.M)) == 3, text
     assert re.findall(r"epoch (\d): \d+ of (\d+)", text) == [(str(n), "1000") for n in range(5)]
     names = {}  # the program up to where it needs torchrun
     exec((FOLDER / "stream.py").read_text().partition("\nrank, world_size")[0], names)

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.files import hunks, load, patched
+from helpers.files import load, patched
 from helpers.jobs import ROOT, Job
 
 PAGE = (ROOT / "docs" / "your_loop.md").read_text()
@@ -23,11 +23,13 @@ def train(
     """What the program prints; it writes its weights into `folder`."""
     (folder / "train.py").write_text(program)
     launch = [*TORCHRUN, str(processes)] if processes else [sys.executable]
-    env = {"LADDER_DTYPE": dtype, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    env = {"LADDER_DTYPE": dtype, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "LADDER_ATEXIT": "1"}
     if not fork:
         launch += ["--max-restarts", "1"]
-    job = Job([*launch, str(folder / "train.py")], folder, env, fork=fork)
-    return re.findall(r"epoch \d: \d+ of 303", job.finish())  # two ranks print at once
+    text = Job([*launch, str(folder / "train.py")], folder, env, fork=fork).finish()
+    if not fork:  # no thread of gloo's is left where the two ranks and torchrun end
+        assert len(re.findall("^Python ends: (?!.*gloo)", text, re.M)) == 3, text
+    return re.findall(r"epoch \d: \d+ of 303", text)  # two ranks print at once
 
 
 def off(folder: Path, expected: dict) -> float:
@@ -47,12 +49,10 @@ def one(tmp_path_factory):
 
 
 def test_the_first_program_prints_what_the_page_says(tmp_path):
-    (shown,) = re.findall(r"```text\n(.*?)```", PAGE, re.S)
-    lines = train(tmp_path, FIRST, dtype="float32")
-    numbers = [[int(number) for number in re.findall(r"\d+", line)] for line in lines]
-    for ours, line in zip(numbers, shown.splitlines(), strict=True):
-        epoch, correct, total = map(int, re.findall(r"\d+", line))
-        assert ours == [epoch, pytest.approx(correct, abs=3), total]  # machines round otherwise
+    pages = PAGE, str(train(tmp_path, FIRST, dtype="float32"))
+    shown, ours = (re.findall(r"epoch (\d): (\d+) of 303", page) for page in pages)
+    for (epoch, correct), (same, about) in zip(ours, shown, strict=True):
+        assert epoch == same and abs(int(correct) - int(about)) <= 3  # machines round otherwise
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 4])
@@ -84,7 +84,6 @@ def test_torchrun_restarts_it_after_a_crash(tmp_path, one):
 def test_a_loss_over_some_targets(tmp_path):
     """The first change makes the data; without the other one the weights are off."""
     data = "@@\n" + TARGETS.split("@@\n")[1]
-    assert len(hunks(TARGETS)) == 2
     train(tmp_path, patched(FIRST, data))
     expected = load(tmp_path / "model.pt")
     (tmp_path / "model.pt").unlink()
