@@ -81,5 +81,5 @@ for epoch in range(first_epoch, 5):
         torch.save({**snapshot, "epoch": epoch + 1}, "snapshot.pt.tmp")
         os.replace("snapshot.pt.tmp", "snapshot.pt")  # the new one whole, or the old one
 
-dist.barrier()  # or gloo's threads may abort Python's end: DTensor's caches keep them
+dist.barrier()  # DTensor's caches keep gloo's threads, which abort Python's end less often then
 dist.destroy_process_group()
