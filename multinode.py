@@ -1,45 +1,42 @@
-"""Train on several nodes without torchrun: each node is told its number and where node 0 is.
+"""Train on several nodes without torchrun: each process is told its rank and where rank 0 is.
 
-    python multinode.py --init-method tcp://10.0.0.1:22225 --rank 0 --world-size 2
-    python multinode.py --init-method tcp://10.0.0.1:22225 --rank 1 --world-size 2
+    python multinode.py --init-method tcp://10.0.0.1:22225 --rank 0 --world-size 2     first node
+    python multinode.py --init-method tcp://10.0.0.1:22225 --rank 1 --world-size 2     second node
+    python multinode.py --init-method tcp://10.0.0.1:22225 --rank 4 --world-size 8
+        --nproc-per-node 4      the second of two nodes with four GPUs each: ranks 4 to 7
     python multinode.py --init-method file:///shared/new_file --rank 0 --world-size 2
     MASTER_ADDR=10.0.0.1 MASTER_PORT=22225 RANK=0 WORLD_SIZE=2 python multinode.py
 
---rank and --world-size count calls: one on each node, in any order, which starts a process per GPU.
-The address is that of node 0, with any free port. RANK and WORLD_SIZE of the environment count
-processes: there each call starts one. Each node loads its own data. Rank 0 saves; with --resume it
-reads the snapshot, and the others get it over the network. When one call ends, all end: start all
-again with --resume. Whoever can reach the port can join: use a private network. docs/multinode.md
-says what to do when nodes cannot join or are slow, and has a line for Slurm. To make this file
-yours, edit the lines marked "load your". ddp_torchrun.py restarts by itself, saves in mid-epoch,
-and serves one device, too.
+A call starts --nproc-per-node ranks, one by default, and --rank is the first of them. The address is
+that of rank 0 with any free port, or a file that all can write, a new one for each run. Each node
+loads its own data. Rank 0 saves. With --resume it reads the snapshot and sends it to the others. If
+a process ends, the others fail in their next all-reduce, so start all again with --resume. Whoever
+can reach the port can join, so use a private network. docs/multinode.md helps when nodes cannot join
+or are slow. To make this file yours, edit the lines marked "your". ddp_torchrun.py restarts by
+itself, saves in mid-epoch, and serves one device, too.
 """
 
 import argparse
 import datetime
-import io
 import os
 import signal
-import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from urllib.parse import urlsplit
-
-os.environ["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")  # less noise
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # imported later, it would keep the process group to the end
+import torch.distributed.nn  # before the group exists: its defaults would keep that alive
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from tqdm import tqdm
 
-from common.data import DATASETS, GlobalBatchSampler, collate, follow, load_dataset, worker_context
+from common.data import DATASETS, load_dataset
+from common.loader import collate, worker_options
 from common.model import DEFAULT_MODEL, MODELS, build_model
 from common.seed import set_seed, use_deterministic_kernels
 
@@ -56,17 +53,9 @@ class Trainer:
         args: argparse.Namespace,
     ) -> None:
         self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
-        self.model = DDP(
-            model,
-            device_ids=None if device.type == "cpu" else [device],
-            gradient_as_bucket_view=True,  # gradients lie in DDP's buckets: no second copy
-            # In MB. DDP's first bucket is small, for overlap: on a CPU that costs 7% of a step.
-            bucket_cap_mb=25 if device.type == "cpu" else None,
-        )
+        self.model = model
         self.train_data = train_data
         self.test_data = test_data
-        self.pinned = train_data.pin_memory  # only copies from pinned memory may overlap the work
         self.optimizer = optimizer
         self.schedule = schedule
         self.device = device
@@ -74,32 +63,31 @@ class Trainer:
         self.epoch = 0  # the next one to train
         if args.resume:
             self._load_snapshot()
+        self.model = DDP(model)  # copies rank 0's weights to all ranks
 
-    def _run_batch(self, source: torch.Tensor, targets: torch.Tensor, size: int) -> torch.Tensor:
+    def _run_batch(self, source: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         self.optimizer.zero_grad()
-        output = self.model(source)  # load your inputs
-        loss = F.cross_entropy(output, targets)  # load your loss: a mean over the batch
-        # Gradients travel here: backward() averages them over the ranks, hence `* world_size`. A
-        # rank may have one sample fewer than another of the global batch, hence `* len / size`.
-        (loss * len(targets) * self.world_size / size).backward()
+        output = self.model(source)  # your inputs
+        loss = F.cross_entropy(output, targets)  # your loss: a mean over the batch
+        loss.backward()  # gradients travel here: DDP averages them over all ranks
         self.optimizer.step()
         return loss.detach()
 
     def _run_epoch(self, epoch: int) -> torch.Tensor:
-        set_seed(self.device, self.args.seed, self.rank, epoch)  # a resumed run draws the same
-        self.train_data.batch_sampler.set_epoch(epoch)
+        set_seed(self.args.seed, self.rank, epoch)  # a resumed run draws the same
+        self.train_data.sampler.set_epoch(epoch)  # another order, the same on all ranks
         name = self.device.type.upper().replace("CUDA", "GPU")
         steps = f"Batchsize: {self.args.batch_size} | Steps: {len(self.train_data)}"
         log(f"[{name}{self.rank}] Epoch {epoch} | {steps}", every_rank=True)
         self.model.train()
+        data = self.train_data
         loss_sum = torch.zeros((), device=self.device)
-        sizes = self.train_data.batch_sampler.sizes()  # of the global batches
         # disable=None: no progress bar where stderr is not a terminal
-        progress = tqdm(self.train_data, leave=False, disable=True if self.rank > 0 else None)
+        progress = tqdm(data, leave=False, disable=True if self.rank > 0 else None)
         for step, (source, targets) in enumerate(progress, start=1):
-            source = source.to(self.device, non_blocking=self.pinned)  # load your inputs
-            targets = targets.to(self.device, non_blocking=self.pinned)  # load your inputs
-            loss = self._run_batch(source, targets, sizes[step - 1])
+            source = source.to(self.device, non_blocking=data.pin_memory)  # your inputs
+            targets = targets.to(self.device, non_blocking=data.pin_memory)  # your inputs
+            loss = self._run_batch(source, targets)
             loss_sum += loss * len(targets)
             if self.args.log_interval and step % self.args.log_interval == 0:
                 log(f"Epoch {epoch} | Step {step} | Loss of rank 0: {loss.item():.6f}")
@@ -109,21 +97,22 @@ class Trainer:
     @torch.no_grad()
     def _evaluate(self) -> tuple[torch.Tensor, torch.Tensor]:
         for buffer in self.model.buffers():
-            dist.broadcast(buffer, src=0)  # BatchNorm's statistics differ between ranks
+            dist.broadcast(buffer, src=0)  # as DDP does before each step: the last changed them
         self.model.eval()
         loss_sum = torch.zeros((), device=self.device)
         correct = torch.zeros((), device=self.device)
-        for source, targets in self.test_data:
-            source = source.to(self.device, non_blocking=self.pinned)  # load your inputs
-            targets = targets.to(self.device, non_blocking=self.pinned)  # load your inputs
-            # Not through DDP: the ranks may have unequal numbers of batches here.
-            output = self.model.module(source)  # load your inputs
-            loss_sum += F.cross_entropy(output, targets) * len(targets)  # load your loss
-            correct += (output.argmax(dim=1) == targets).sum()  # load your metric
+        data = self.test_data
+        for source, targets in data:
+            source = source.to(self.device, non_blocking=data.pin_memory)  # your inputs
+            targets = targets.to(self.device, non_blocking=data.pin_memory)  # your inputs
+            # Not through DDP, because the ranks may have unequal numbers of batches.
+            output = self.model.module(source)  # your inputs
+            loss_sum += F.cross_entropy(output, targets) * len(targets)  # your loss
+            correct += (output.argmax(dim=1) == targets).sum()  # your metric
         return loss_sum, correct
 
     def train(self, total_epochs: int) -> None:
-        train_size = len(self.train_data.dataset)
+        train_size = self.train_data.sampler.total_size  # over all ranks
         test_size = len(self.test_data.dataset)
         for epoch in range(self.epoch, total_epochs):
             start = time.perf_counter()
@@ -137,225 +126,144 @@ class Trainer:
             losses = f"Train loss: {train_loss:.4f} | Test loss: {test_loss:.4f}"
             accuracy = f"Accuracy: {correct:.0f}/{test_size} ({correct / test_size:.2%})"
             log(f"Epoch {epoch} | {losses} | {accuracy} | {rate:.0f} samples/s")
-            self.schedule.step()  # load your schedule, if it steps otherwise
+            self.schedule.step()  # your schedule, if it steps otherwise
             self.epoch = epoch + 1
             if self.epoch % self.args.save_every == 0 or self.epoch == total_epochs:
                 if self.rank == 0:
                     self._save_snapshot()
                 log(f"Epoch {epoch} | Training checkpoint saved at {self.args.snapshot_path}")
 
-    def _save_snapshot(self) -> None:
-        snapshot = {
+    def _save_snapshot(self) -> None:  # the tutorials also call it a checkpoint
+        snapshot = {  # tensors and plain types only, so that torch.load() may refuse all else
             "model": self.model.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "epoch": self.epoch,
-            "global_batch": self.train_data.batch_sampler.global_batch,
-            "args": {name: str(value) for name, value in vars(self.args).items()},  # plain types
+            "args": {name: str(value) for name, value in vars(self.args).items()},
         }
-        content = io.BytesIO()
-        torch.save(snapshot, content)  # not to the file, because a stop in there aborts Python
-        # First to another file: whatever happens here, the snapshot before stays whole.
-        temporary = Path(f"{self.args.snapshot_path}.tmp")
-        try:
-            with temporary.open("wb") as file:
-                file.write(content.getbuffer())
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(self.args.snapshot_path)
-        finally:
-            temporary.unlink(missing_ok=True)  # what a full disk leaves
+        temporary = f"{self.args.snapshot_path}.tmp"
+        torch.save(snapshot, temporary)
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())  # all of it is on the disk before it replaces the last one
+        os.replace(temporary, self.args.snapshot_path)
 
     def _load_snapshot(self) -> None:
-        path = self.args.snapshot_path
-        message = [None]
-        if self.rank == 0 and os.path.exists(path):
-            message = [open_snapshot(self.args)]
-        dist.broadcast_object_list(message, src=0)  # the nodes need not share a file system
-        snapshot = message[0]
+        snapshot = open_snapshot(self.args)
         if snapshot is None:
-            log(f"No snapshot at {path}, starting from the beginning")
+            log(f"No snapshot at {self.args.snapshot_path}, starting from the beginning")
             return
-        self.model.module.load_state_dict(snapshot["model"])
+        self.model.load_state_dict(snapshot["model"])
         self.optimizer.load_state_dict(snapshot["optimizer"])
         self.schedule.load_state_dict(snapshot["schedule"])
         self.epoch = snapshot["epoch"]
         log(f"Resuming training from snapshot at Epoch {self.epoch}")
-        if snapshot["global_batch"] != self.train_data.batch_sampler.global_batch:
-            log(f"The global batch is another one than before ({snapshot['global_batch']} samples)")
 
 
-def ddp_setup(rank: int, local_rank: int, args: argparse.Namespace) -> torch.device:
+def ddp_setup(local_rank: int, args: argparse.Namespace) -> torch.device:
     if args.deterministic:  # before the process group, which chooses its kernels, too
         use_deterministic_kernels()
-    world_size = args.world_size * args.nproc_per_node
     device = torch.device("cpu")
     if args.device != "cpu":
-        device = torch.device(args.device, local_rank % torch.accelerator.device_count())
+        device = torch.device(args.device, args.first_device + local_rank)
         torch.accelerator.set_device_index(device.index)
     if "OMP_NUM_THREADS" not in os.environ:  # or every process would take all cores
-        torch.set_num_threads(max(1, torch.get_num_threads() // args.local_world_size))
-    backend = args.backend or dist.get_default_backend_for_device(device)
-    if not dist.is_backend_available(backend):  # on Windows there is no NCCL
-        backend = "gloo"
-    dist.init_process_group(
-        backend,
-        store=open_store(args),
-        rank=rank,
-        world_size=world_size,
-        timeout=datetime.timedelta(seconds=args.timeout),
-        device_id=None if device.type == "cpu" else device,
-    )
+        torch.set_num_threads(max(1, torch.get_num_threads() // args.nproc_per_node))
+    try:
+        dist.init_process_group(
+            args.backend,
+            init_method=args.init_method,
+            rank=args.rank + local_rank,
+            world_size=args.world_size,
+            timeout=datetime.timedelta(seconds=args.timeout),
+            device_id=None if device.type == "cpu" else device,
+        )
+    except Exception as error:  # torch raises nearly everything
+        sys.exit(f"error: rank {args.rank + local_rank} cannot join at {args.address}: {error}")
     where = f"device {device} | backend {dist.get_backend()} | threads {torch.get_num_threads()}"
-    log(f"[rank {rank} of {world_size}] {where}", every_rank=True)
+    log(f"[rank {dist.get_rank()} of {args.world_size}] {where}", every_rank=True)
     return device
 
 
-def join(args: argparse.Namespace) -> dist.Store:
-    # The calls meet at a store that rank 0's call serves. Each says that it is there, and waits for
-    # the others, before it starts any process. So whoever is missing has a name.
-    me, ranks = f"--rank {args.rank}", [f"--rank {rank}" for rank in range(args.world_size)]
-    url = urlsplit(args.init_method)
-
-    def missing_server() -> str:
-        try:
-            socket.create_connection((url.hostname, url.port), timeout=5).close()
-        except OSError as error:
-            return f"--rank 0 at {args.init_method} ({error})"
-        return ""
-
-    def missing_ranks() -> str:
-        return ", ".join(name for name in ranks if not store.check([name]))
-
-    if url.scheme == "tcp" and args.rank > 0:
-        wait_while(missing_server, args.timeout)
-    try:
-        store = open_store(args, serve=args.rank == 0)
-    except RuntimeError as error:
-        sys.exit(f"error: {me} cannot join at {args.init_method}: {str(error).splitlines()[0]}")
-    world = f"{args.world_size} calls of {args.nproc_per_node} processes"
-    told = store.compare_set("world", "", world).decode()
-    if told != world:
-        sys.exit(f"error: {me} has a world of {world}, and another rank one of {told}")
-    if store.add(f"claims of {me}", 1) > 1:
-        sys.exit(f"error: there is a {me} already: give each call its own, or a new file://")
-    store.set(me, socket.gethostname())
-    wait_while(missing_ranks, args.timeout)
-    hosts = [store.get(name).decode() for name in ranks]  # several calls may share one
-    here = socket.gethostname()
-    args.local_world_size = hosts.count(here) * args.nproc_per_node
-    args.first_local_rank = hosts[: args.rank].count(here) * args.nproc_per_node
-    return store
-
-
-def open_store(args: argparse.Namespace, serve: bool = False) -> dist.Store:
-    url = urlsplit(args.init_method)
-    if url.scheme == "file":
-        return dist.FileStore(url.path)
-    return dist.TCPStore(
-        url.hostname,
-        url.port,
-        is_master=serve,
-        wait_for_workers=False,
-        timeout=datetime.timedelta(seconds=args.timeout),
-        use_libuv=sys.platform != "win32",  # torch for Windows is built without
-    )
-
-
-def wait_while(missing: Callable[[], str], timeout: int) -> None:
-    end = time.monotonic() + timeout
-    said = ""
-    while names := missing():
-        if names != said:
-            print(f"waiting for {names}", flush=True)
-        if time.monotonic() > end:
-            sys.exit(f"error: missing after {timeout} s: {names}")
-        said = names
-        time.sleep(0.5)
-
-
-def load_train_objs(args: argparse.Namespace, local_rank: int, device: torch.device) -> tuple:
-    rank = dist.get_rank()
-    phase = 0 if rank == 0 else 1 if local_rank == 0 else 2
-    for turn in range(3):  # rank 0 downloads, then one process on each other node; the rest find it
-        if turn == phase:
-            train_set, test_set = load_dataset(args.dataset, args.data_dir)  # load your dataset
-        dist.barrier()
-    set_seed(device, args.seed)  # the same weights on every rank
+def load_train_objs(args: argparse.Namespace, device: torch.device) -> tuple:
+    train_set, test_set = load_dataset(args.dataset, args.data_dir)  # load your dataset
+    set_seed(args.seed)
     model = build_model(args.model, train_set[0][0].shape).to(device)  # load your model
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
-    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1)  # load your schedule
+    optimizer = torch.optim.SGD(  # your optimizer
+        model.parameters(), lr=args.lr, momentum=args.momentum
+    )
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1)  # your schedule
     return train_set, test_set, model, optimizer, schedule
 
 
 def prepare_dataloader(
-    dataset: Dataset, batch_sampler: Sampler, device: torch.device, num_workers: int
+    dataset: Dataset, batch_size: int, sampler: Iterable, args: argparse.Namespace
 ) -> DataLoader:
     return DataLoader(
         dataset,
-        batch_sampler=batch_sampler,
-        collate_fn=collate,
-        num_workers=num_workers,
-        persistent_workers=num_workers > 0,
-        multiprocessing_context=worker_context(num_workers),
-        worker_init_fn=follow,  # the rank, and not a scheduler's signals
-        pin_memory=device.type not in ("cpu", "mps"),
-        generator=torch.Generator().manual_seed(torch.initial_seed()),  # not the model's
+        batch_size=batch_size,
+        sampler=sampler,
+        collate_fn=collate,  # our data sets return whole batches: for yours, delete this line
+        pin_memory=args.device not in ("cpu", "mps"),  # so copies overlap the computation
+        # num_workers, started in a way that cannot hang beside the threads of NCCL or gloo.
+        **worker_options(args.num_workers),
     )
 
 
-def main(number: int, args: argparse.Namespace) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C, and what Linux sends if the parent dies
-    if not mp.parent_process().is_alive():  # it has died before that
+def main(local_rank: int, args: argparse.Namespace) -> None:
+    # From here on SIGINT ends this process at once. Linux sends it, too, when the parent dies.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if not mp.parent_process().is_alive():  # or when it had died before this process asked Linux
         sys.exit(1)
-    rank = args.rank * args.nproc_per_node + number
-    local_rank = args.first_local_rank + number
-    device = ddp_setup(rank, local_rank, args)
-    world_size = dist.get_world_size()
-    train_set, test_set, model, optimizer, schedule = load_train_objs(args, local_rank, device)
-    set_seed(device, args.seed, rank)  # from here on each rank draws its own
-    train_sampler = GlobalBatchSampler(train_set, args.batch_size, rank, world_size, seed=args.seed)
-    shard = range(rank, len(test_set), world_size)  # no padding: each sample counts once
-    test_sampler = BatchSampler(shard, args.test_batch_size, drop_last=False)
-    train_data = prepare_dataloader(train_set, train_sampler, device, args.num_workers)
-    test_data = prepare_dataloader(test_set, test_sampler, device, args.num_workers)
+    device = ddp_setup(local_rank, args)
+    rank = dist.get_rank()
+    train_set, test_set, model, optimizer, schedule = load_train_objs(args, device)
+    shard = DistributedSampler(train_set, seed=args.seed)  # this rank's share of each epoch
+    train_data = prepare_dataloader(train_set, args.batch_size, shard, args)
+    test_shard = range(rank, len(test_set), dist.get_world_size())  # not padded: each counts once
+    test_data = prepare_dataloader(test_set, args.test_batch_size, test_shard, args)
     trainer = Trainer(model, train_data, test_data, optimizer, schedule, device, args)
     trainer.train(args.total_epochs)
-    dist.barrier()  # rank 0 may still be saving, and all must leave together
-    del trainer  # or DDP keeps the group, whose threads may block or abort Python's end
+    dist.barrier()  # Rank 0 may still be saving. If another rank left first, it would fail.
+    del trainer  # DDP keeps the group, whose threads could abort Python at its end
     dist.destroy_process_group()
 
 
-def spawn(objs: tuple, nproc: int) -> None:
-    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")  # what killed ranks leave
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # children inherit it: no tracebacks at the start
+# --- stops, snapshots read, messages and options: skip these on a first reading ---------------
+
+
+def spawn(args: argparse.Namespace) -> None:
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")  # it reports killed ranks
     try:
-        context = mp.spawn(main, objs, nproc, join=False)
-        signal.signal(signal.SIGINT, stop)
-        while not context.join(grace_period=2):
-            pass
-    except mp.ProcessExitedException as error:
-        if error.exit_code > 0:  # it has said itself what is wrong
-            sys.exit(error.exit_code)
-        sys.exit(f"error: {error}: --resume goes on from the last snapshot")
+        mp.spawn(main, args=(args,), nprocs=args.nproc_per_node)
+    except mp.ProcessExitedException as error:  # it has said why, unless a signal ended it
+        sys.exit(error.exit_code if error.exit_code > 0 else f"error: {error}")
     finally:  # whatever happens here, no process is left behind
         for process in mp.active_children():
             process.kill()
 
 
-def open_snapshot(args: argparse.Namespace) -> dict:
+def read_snapshot(args: argparse.Namespace) -> dict | None:
     path = args.snapshot_path
+    if not os.path.exists(path):
+        return None
     try:
         snapshot = torch.load(path, map_location="cpu", weights_only=True)
-        for name in ("dataset", "model", "lr", "momentum", "seed"):
-            then, now = str(snapshot["args"][name]), str(getattr(args, name))
-            if then != now:
-                sys.exit(f"error: {path} was made with --{name} {then}, and this run has {now}")
-    except Exception as error:  # not sys.exit's; torch.load raises nearly everything
+        before = snapshot["args"]
+    except Exception as error:  # torch.load raises nearly everything
         sys.exit(f"error: {path} is not a snapshot of these scripts ({error!r:.200})")
+    for name in ("dataset", "model", "lr", "momentum", "seed"):
+        now = str(getattr(args, name))
+        if before.get(name) != now:
+            sys.exit(f"error: {path} was made with --{name} {before.get(name)}, not {now}")
     if snapshot.get("samples_seen"):
         sys.exit(f"error: {path} was saved in mid-epoch: go on with ddp_torchrun.py")
     return snapshot
+
+
+def open_snapshot(args: argparse.Namespace) -> dict | None:
+    snapshot = [read_snapshot(args) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(snapshot)  # rank 0 reads it, because nodes may share no disk
+    return snapshot[0]
 
 
 def stop(signum: int, frame: object) -> None:
@@ -366,8 +274,15 @@ def stop(signum: int, frame: object) -> None:
 
 def log(line: str, every_rank: bool = False) -> None:
     if every_rank or not dist.is_initialized() or dist.get_rank() == 0:
-        tqdm.write(f"{line}\n", end="", nolock=True)  # one write; a stop in a lock would fail
+        # nolock, because a signal may stop this process while tqdm would hold its lock.
+        tqdm.write(f"{line}\n", end="", nolock=True)
         sys.stdout.flush()
+
+
+def default_backend(device: str) -> str | None:
+    backend = dist.get_default_backend_for_device(device)  # NCCL, XCCL or gloo
+    backend = backend if dist.is_backend_available(backend) else "gloo"  # as on Windows
+    return backend if device in dist.Backend.backend_capability[backend] else None
 
 
 def at_least(low: float) -> Callable[[str], float]:
@@ -382,29 +297,30 @@ def at_least(low: float) -> Callable[[str], float]:
 
 def parse_args() -> argparse.Namespace:
     found = torch.accelerator.current_accelerator(check_available=True)
-    devices = [found.type, "cpu"] if found and found.type != "mps" else ["cpu"]
+    devices = [found.type, "cpu"] if found and default_backend(found.type) else ["cpu"]
     parser = argparse.ArgumentParser(usage="%(prog)s [total_epochs] [save_every] [options]")
     add = parser.add_argument
     add("total_epochs", nargs="?", type=at_least(1), default=5, help="how many epochs to train")
     add("save_every", nargs="?", type=at_least(1), default=1, help="epochs between two snapshots")
     add("--batch-size", "--batch_size", type=at_least(1), default=32, help="samples per device")
     add("--test-batch-size", type=at_least(1), default=1000, help="the same in evaluation")
-    add("--lr", type=at_least(0.0), default=0.01, help="learning rate of SGD")
-    add("--momentum", type=at_least(0.0), default=0.9, help="momentum of SGD")
+    add("--lr", type=at_least(0.0), default=0.01, help="learning rate of SGD")  # your optimizer
+    add("--momentum", type=at_least(0.0), default=0.9, help="momentum of SGD")  # your optimizer
     add("--dataset", choices=DATASETS, default="digits", help="digits needs no download")
     add("--data-dir", default="data", help="where torchvision keeps or downloads the others")
     add("--model", choices=MODELS, help="default: what suits the data set")
     add("--seed", type=at_least(0), default=42)
     add("--deterministic", action="store_true", help="deterministic kernels on an accelerator")
     add("--device", choices=devices, default=devices[0])
-    add("--nproc-per-node", type=at_least(1), help="default: one per device, 1 on a CPU")
-    add("--init-method", default="env://", help="tcp://host:port of node 0, or file:///shared/file")
-    add("--rank", type=at_least(0), help="the number of this call, from 0: one call per node")
-    add("--world-size", type=at_least(1), help="how many calls")
+    add("--nproc-per-node", type=at_least(1), default=1, help="ranks that this call starts")
+    add("--init-method", default="env://", help="tcp://host:port of rank 0, or file:///shared/new")
+    rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    add("--rank", type=at_least(0), default=rank, help="of the first of them; default: $RANK")
+    add("--world-size", type=at_least(1), default=world_size, help="of all; default: $WORLD_SIZE")
     add("--epochs", type=at_least(1), help="the same as total_epochs")
     add("--no-cuda", action="store_true", help="the same as --device cpu")
-    add("--backend", help="nccl, gloo ...; default: what suits the device")
-    add("--timeout", type=at_least(1), default=600, help="seconds for a collective")
+    add("--backend", type=str.lower, help="nccl, gloo ...; default: what suits the device")
+    add("--timeout", type=at_least(1), default=600, help="seconds for a collective, or for a save")
     add("--num-workers", type=at_least(0), default=0, help="loader processes; 4 for files, say")
     add("--log-interval", type=at_least(0), default=0, help="steps between loss lines (0: none)")
     add("--snapshot-path", default="checkpoint.pt")
@@ -412,8 +328,9 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     args.model = args.model or DEFAULT_MODEL[args.dataset]
     args.device = "cpu" if args.no_cuda else args.device
+    args.backend = args.backend or default_backend(args.device)
     serves = dist.Backend.backend_capability.get(args.backend, [])
-    if args.backend and (args.device not in serves or not dist.is_backend_available(args.backend)):
+    if args.device not in serves or not dist.is_backend_available(args.backend):
         parser.error(f"--backend {args.backend} does not work on {args.device} here: leave it out")
     if dist.is_torchelastic_launched():
         parser.error("torchrun starts ddp_torchrun.py; this script starts its own processes")
@@ -421,47 +338,34 @@ def parse_args() -> argparse.Namespace:
     if (path.exists() and not path.is_file()) or not os.access(path.parent, os.W_OK):
         parser.error(f"--snapshot-path {path}: name a file in a folder that you may write to")
     args.total_epochs = args.epochs or args.total_epochs
-    check_ranks(parser, args)
-    return args
-
-
-def check_ranks(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    count = 1 if args.device == "cpu" else torch.accelerator.device_count()
-    given = args.rank is not None or args.world_size is not None
-    if not given and {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-        args.rank, args.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        if (args.nproc_per_node or 1) > 1:
-            parser.error("RANK counts processes: --nproc-per-node goes with --rank, --world-size")
-        args.nproc_per_node = 1
-    args.nproc_per_node = args.nproc_per_node or count
-    if args.device != "cpu" and args.nproc_per_node > count:
-        parser.error(f"{args.nproc_per_node} processes are more than {count} devices")
+    address = args.init_method.replace("env://", "env://$MASTER_ADDR:$MASTER_PORT")
+    args.address = os.path.expandvars(address).replace("file://", "new file://")  # for messages
+    folder = Path(address.removeprefix("file://")).parent
+    if address.startswith("file://") and not (folder.is_absolute() and folder.is_dir()):
+        parser.error(f"--init-method {address}: write file:///folder/file, a new one for each run")
     if args.rank is None or args.world_size is None:
         parser.error("give --rank and --world-size, or export RANK and WORLD_SIZE")
-    if not 0 <= args.rank < args.world_size:
-        parser.error(f"rank {args.rank} is not in a world of {args.world_size}: they count from 0")
-    if args.init_method == "env://":
-        host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-        args.init_method = f"tcp://{host}:{port}"
-    try:
-        url = urlsplit(args.init_method)
-        if url.scheme == "tcp" and url.hostname and url.port:
-            socket.getaddrinfo(url.hostname, url.port)  # an unknown name is an error at once
-        elif url.scheme != "file" or url.netloc or not Path(url.path).parent.is_dir():
-            raise ValueError(
-                "write tcp://host:port or file:///dir/file, or export MASTER_ADDR and MASTER_PORT"
-            )
-    except (OSError, ValueError) as error:
-        parser.error(f"--init-method {args.init_method}: {error}")
+    last = args.rank + args.nproc_per_node - 1
+    if last >= args.world_size:
+        parser.error(f"rank {last} is not in a world of {args.world_size}: ranks count from 0")
+    args.first_device = int(os.environ.get("LOCAL_RANK", 0))  # where a call starts one process
+    last, count = args.first_device + args.nproc_per_node - 1, torch.accelerator.device_count()
+    if args.device != "cpu" and last >= count:
+        parser.error(f"device {last} is not here: this node has {count} devices, counted from 0")
+    return args
 
 
 if __name__ == "__main__":
     args = parse_args()
-    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGINT, stop)  # in the parent, because only it runs this block
     signal.signal(signal.SIGTERM, stop)
     start = time.perf_counter()
     epochs = f"total_epochs: {args.total_epochs}, save_every: {args.save_every}"
     log(f"{epochs}, batch_size: {args.batch_size}")
-    store = join(args)  # kept until the end: rank 0's parent serves it
-    spawn((args,), args.nproc_per_node)
+    count = torch.accelerator.device_count()
+    if args.device != "cpu" and "LOCAL_RANK" not in os.environ and args.nproc_per_node < count:
+        log(f"only {args.nproc_per_node} of {count} devices: --nproc-per-node {count} uses them all")
+    where = f"at {args.address}, up to {args.timeout} s"
+    log(f"rank {args.rank} waits for all {args.world_size} {where}")
+    spawn(args)
     log(f"Total time: {time.perf_counter() - start:.3f}s")

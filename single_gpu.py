@@ -8,26 +8,26 @@
 It takes the accelerator that torch finds (CUDA, ROCm, XPU, MPS), or else the CPU. Ctrl-C ends it at
 once. --resume then goes on from the last snapshot and ends with the weights of a run that was never
 stopped (on an accelerator with --deterministic). To make this file yours, edit the lines marked
-"load your". ddp_torchrun.py serves one device, too, and adds mixed precision, accumulation and
+"your". ddp_torchrun.py serves one device, too, and adds mixed precision, accumulation and
 stops that save in mid-epoch.
 """
 
 import argparse
-import io
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, RandomSampler
 from tqdm import tqdm
 
-from common.data import DATASETS, GlobalBatchSampler, collate, follow, load_dataset, worker_context
+from common.data import DATASETS, load_dataset
+from common.loader import collate, worker_options
 from common.model import DEFAULT_MODEL, MODELS, build_model
 from common.seed import set_seed, use_deterministic_kernels
 
@@ -46,7 +46,6 @@ class Trainer:
         self.model = model
         self.train_data = train_data
         self.test_data = test_data
-        self.pinned = train_data.pin_memory  # only copies from pinned memory may overlap the work
         self.optimizer = optimizer
         self.schedule = schedule
         self.device = device
@@ -57,25 +56,26 @@ class Trainer:
 
     def _run_batch(self, source: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         self.optimizer.zero_grad()
-        output = self.model(source)  # load your inputs
-        loss = F.cross_entropy(output, targets)  # load your loss: a mean over the batch
+        output = self.model(source)  # your inputs
+        loss = F.cross_entropy(output, targets)  # your loss: a mean over the batch
         loss.backward()
         self.optimizer.step()
         return loss.detach()
 
     def _run_epoch(self, epoch: int) -> torch.Tensor:
-        set_seed(self.device, self.args.seed, 0, epoch)  # a resumed run draws the same
-        self.train_data.batch_sampler.set_epoch(epoch)
+        set_seed(self.args.seed, 0, epoch)  # 0: the rank
+        self.train_data.sampler.generator.manual_seed(self.args.seed + epoch)  # another order
         name = self.device.type.upper().replace("CUDA", "GPU")
         steps = f"Batchsize: {self.args.batch_size} | Steps: {len(self.train_data)}"
         log(f"[{name}0] Epoch {epoch} | {steps}")
         self.model.train()
+        data = self.train_data
         loss_sum = torch.zeros((), device=self.device)
         # disable=None: no progress bar where stderr is not a terminal
-        progress = tqdm(self.train_data, leave=False, disable=None)
+        progress = tqdm(data, leave=False, disable=None)
         for step, (source, targets) in enumerate(progress, start=1):
-            source = source.to(self.device, non_blocking=self.pinned)  # load your inputs
-            targets = targets.to(self.device, non_blocking=self.pinned)  # load your inputs
+            source = source.to(self.device, non_blocking=data.pin_memory)  # your inputs
+            targets = targets.to(self.device, non_blocking=data.pin_memory)  # your inputs
             loss = self._run_batch(source, targets)
             loss_sum += loss * len(targets)
             if self.args.log_interval and step % self.args.log_interval == 0:
@@ -87,12 +87,13 @@ class Trainer:
         self.model.eval()
         loss_sum = torch.zeros((), device=self.device)
         correct = torch.zeros((), device=self.device)
-        for source, targets in self.test_data:
-            source = source.to(self.device, non_blocking=self.pinned)  # load your inputs
-            targets = targets.to(self.device, non_blocking=self.pinned)  # load your inputs
-            output = self.model(source)  # load your inputs
-            loss_sum += F.cross_entropy(output, targets) * len(targets)  # load your loss
-            correct += (output.argmax(dim=1) == targets).sum()  # load your metric
+        data = self.test_data
+        for source, targets in data:
+            source = source.to(self.device, non_blocking=data.pin_memory)  # your inputs
+            targets = targets.to(self.device, non_blocking=data.pin_memory)  # your inputs
+            output = self.model(source)  # your inputs
+            loss_sum += F.cross_entropy(output, targets) * len(targets)  # your loss
+            correct += (output.argmax(dim=1) == targets).sum()  # your metric
         return loss_sum, correct
 
     def train(self, total_epochs: int) -> None:
@@ -108,71 +109,60 @@ class Trainer:
             losses = f"Train loss: {train_loss:.4f} | Test loss: {test_loss:.4f}"
             accuracy = f"Accuracy: {correct:.0f}/{test_size} ({correct / test_size:.2%})"
             log(f"Epoch {epoch} | {losses} | {accuracy} | {rate:.0f} samples/s")
-            self.schedule.step()  # load your schedule, if it steps otherwise
+            self.schedule.step()  # your schedule, if it steps otherwise
             self.epoch = epoch + 1
             if self.epoch % self.args.save_every == 0 or self.epoch == total_epochs:
                 self._save_snapshot()
                 log(f"Epoch {epoch} | Training checkpoint saved at {self.args.snapshot_path}")
 
-    def _save_snapshot(self) -> None:
-        snapshot = {
+    def _save_snapshot(self) -> None:  # the tutorials also call it a checkpoint
+        snapshot = {  # tensors and plain types only, so that torch.load() may refuse all else
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "epoch": self.epoch,
-            "global_batch": self.train_data.batch_sampler.global_batch,
-            "args": {name: str(value) for name, value in vars(self.args).items()},  # plain types
+            "args": {name: str(value) for name, value in vars(self.args).items()},
         }
-        content = io.BytesIO()
-        torch.save(snapshot, content)  # not to the file, because a stop in there aborts Python
-        # First to another file: whatever happens here, the snapshot before stays whole.
-        temporary = Path(f"{self.args.snapshot_path}.tmp")
-        try:
-            with temporary.open("wb") as file:
-                file.write(content.getbuffer())
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(self.args.snapshot_path)
-        finally:
-            temporary.unlink(missing_ok=True)  # what a full disk leaves
+        temporary = f"{self.args.snapshot_path}.tmp"
+        torch.save(snapshot, temporary)
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())  # all of it is on the disk before it replaces the last one
+        os.replace(temporary, self.args.snapshot_path)
 
     def _load_snapshot(self) -> None:
-        path = self.args.snapshot_path
-        if not os.path.exists(path):
-            log(f"No snapshot at {path}, starting from the beginning")
-            return
         snapshot = open_snapshot(self.args)
+        if snapshot is None:
+            log(f"No snapshot at {self.args.snapshot_path}, starting from the beginning")
+            return
         self.model.load_state_dict(snapshot["model"])
         self.optimizer.load_state_dict(snapshot["optimizer"])
         self.schedule.load_state_dict(snapshot["schedule"])
         self.epoch = snapshot["epoch"]
         log(f"Resuming training from snapshot at Epoch {self.epoch}")
-        if snapshot["global_batch"] != self.train_data.batch_sampler.global_batch:
-            log(f"The global batch is another one than before ({snapshot['global_batch']} samples)")
 
 
 def load_train_objs(args: argparse.Namespace, device: torch.device) -> tuple:
     train_set, test_set = load_dataset(args.dataset, args.data_dir)  # load your dataset
-    set_seed(device, args.seed)
+    set_seed(args.seed)
     model = build_model(args.model, train_set[0][0].shape).to(device)  # load your model
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
-    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1)  # load your schedule
+    optimizer = torch.optim.SGD(  # your optimizer
+        model.parameters(), lr=args.lr, momentum=args.momentum
+    )
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1)  # your schedule
     return train_set, test_set, model, optimizer, schedule
 
 
 def prepare_dataloader(
-    dataset: Dataset, batch_sampler: Sampler, device: torch.device, num_workers: int
+    dataset: Dataset, batch_size: int, sampler: Iterable, args: argparse.Namespace
 ) -> DataLoader:
     return DataLoader(
         dataset,
-        batch_sampler=batch_sampler,
-        collate_fn=collate,
-        num_workers=num_workers,
-        persistent_workers=num_workers > 0,
-        multiprocessing_context=worker_context(num_workers),
-        worker_init_fn=follow,  # the rank, and not a scheduler's signals
-        pin_memory=device.type not in ("cpu", "mps"),
-        generator=torch.Generator().manual_seed(torch.initial_seed()),  # not the model's
+        batch_size=batch_size,
+        sampler=sampler,
+        collate_fn=collate,  # our data sets return whole batches: for yours, delete this line
+        pin_memory=args.device not in ("cpu", "mps"),  # so copies overlap the computation
+        # num_workers, started in a way that cannot hang beside the threads of NCCL or gloo.
+        **worker_options(args.num_workers),
     )
 
 
@@ -181,24 +171,29 @@ def main(args: argparse.Namespace) -> None:
         use_deterministic_kernels()
     device = torch.device(args.device)
     train_set, test_set, model, optimizer, schedule = load_train_objs(args, device)
-    train_sampler = GlobalBatchSampler(train_set, args.batch_size, seed=args.seed)
-    test_sampler = BatchSampler(range(len(test_set)), args.test_batch_size, drop_last=False)
-    train_data = prepare_dataloader(train_set, train_sampler, device, args.num_workers)
-    test_data = prepare_dataloader(test_set, test_sampler, device, args.num_workers)
+    shuffled = RandomSampler(train_set, generator=torch.Generator())
+    train_data = prepare_dataloader(train_set, args.batch_size, shuffled, args)
+    test_data = prepare_dataloader(test_set, args.test_batch_size, range(len(test_set)), args)
     trainer = Trainer(model, train_data, test_data, optimizer, schedule, device, args)
     trainer.train(args.total_epochs)
 
 
-def open_snapshot(args: argparse.Namespace) -> dict:
+# --- stops, snapshots read, messages and options: skip these on a first reading ---------------
+
+
+def open_snapshot(args: argparse.Namespace) -> dict | None:
     path = args.snapshot_path
+    if not os.path.exists(path):
+        return None
     try:
         snapshot = torch.load(path, map_location="cpu", weights_only=True)
-        for name in ("dataset", "model", "lr", "momentum", "seed"):
-            then, now = str(snapshot["args"][name]), str(getattr(args, name))
-            if then != now:
-                sys.exit(f"error: {path} was made with --{name} {then}, and this run has {now}")
-    except Exception as error:  # not sys.exit's; torch.load raises nearly everything
+        before = snapshot["args"]
+    except Exception as error:  # torch.load raises nearly everything
         sys.exit(f"error: {path} is not a snapshot of these scripts ({error!r:.200})")
+    for name in ("dataset", "model", "lr", "momentum", "seed"):
+        now = str(getattr(args, name))
+        if before.get(name) != now:
+            sys.exit(f"error: {path} was made with --{name} {before.get(name)}, not {now}")
     if snapshot.get("samples_seen"):
         sys.exit(f"error: {path} was saved in mid-epoch: go on with ddp_torchrun.py")
     return snapshot
@@ -211,7 +206,8 @@ def stop(signum: int, frame: object) -> None:
 
 
 def log(line: str) -> None:
-    tqdm.write(f"{line}\n", end="", nolock=True)  # one write; a stop in a lock would fail
+    # nolock, because a signal may stop this process while tqdm would hold its lock.
+    tqdm.write(f"{line}\n", end="", nolock=True)
     sys.stdout.flush()
 
 
@@ -234,8 +230,8 @@ def parse_args() -> argparse.Namespace:
     add("save_every", nargs="?", type=at_least(1), default=1, help="epochs between two snapshots")
     add("--batch-size", "--batch_size", type=at_least(1), default=32, help="samples per device")
     add("--test-batch-size", type=at_least(1), default=1000, help="the same in evaluation")
-    add("--lr", type=at_least(0.0), default=0.01, help="learning rate of SGD")
-    add("--momentum", type=at_least(0.0), default=0.9, help="momentum of SGD")
+    add("--lr", type=at_least(0.0), default=0.01, help="learning rate of SGD")  # your optimizer
+    add("--momentum", type=at_least(0.0), default=0.9, help="momentum of SGD")  # your optimizer
     add("--dataset", choices=DATASETS, default="digits", help="digits needs no download")
     add("--data-dir", default="data", help="where torchvision keeps or downloads the others")
     add("--model", choices=MODELS, help="default: what suits the data set")

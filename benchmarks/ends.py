@@ -36,12 +36,10 @@ def train(rank: int, port: int) -> None:
     if script == "ddp_torchrun.py":
         module.main(args)
     elif script == "multinode.py":
-        store = module.join(args)
         module.main(0, args)
-        del store
     else:
         args.store, args.nproc_per_node = f"store{port}", 2
-        module.main(rank, *data, args)
+        module.main(rank, args)
 
 
 script, count = sys.argv[1], int(sys.argv[2])
