@@ -135,8 +135,7 @@ def parse(command_line, tmp_path):
 def make(parse, monkeypatch, tmp_path):
     """make(script, *arguments) -> the module, and the Trainer that its main() makes: of 40 digits,
     and 10 to test on. `make.calls` is what main() does besides, in its order; `make.asked` are
-    load_dataset's arguments, `make.total_epochs` is train's. ddp_spawn.py's data are its parent's,
-    so there is no `make.asked`."""
+    load_dataset's arguments, `make.total_epochs` is train's."""
     monkeypatch.setattr(mp, "parent_process", lambda: SimpleNamespace(is_alive=lambda: True))
     data_parallel = sys.modules["torch.nn.parallel.data_parallel"]
     monkeypatch.setattr(data_parallel, "_get_available_device_type", lambda: None)
@@ -168,12 +167,9 @@ def make(parse, monkeypatch, tmp_path):
             patch.setattr(signal, "signal", lambda *_: None)
             for name in ("barrier", "destroy_process_group"):
                 patch.setattr(dist, name, lambda name=name: make.calls.append(name))
-            if script == "ddp_spawn.py":
+            if script in ("ddp_spawn.py", "multinode.py"):
                 args.nproc_per_node = 1  # and this process is it
                 args.store = str(tmp_path / f"output-{uuid.uuid4().hex}")
-                module.main(0, *data, args)
-            elif script == "multinode.py":
-                module.join(args)
                 module.main(0, args)
             else:  # without torchrun's @record, which takes over how this process reports a crash
                 getattr(module.main, "__wrapped__", module.main)(args)

@@ -94,10 +94,7 @@ if hooks and not any("resource_tracker" in word for word in sys.orig_argv):
         torch.optim.SGD.step = slow_step
 
     if "CHUNKS" in hooks:
-        import contextlib
         import threading
-
-        torch.accelerator.device_index = contextlib.nullcontext
 
         class OnTheCPU(torch.nn.DataParallel):
             """The four primitives that only accelerators have, done for the CPU."""
