@@ -164,6 +164,8 @@ def command(contestant: Contestant, case: Case, data: Path) -> list[str]:
         return [sys.executable, *torchrun, str(program), *options]
     if contestant.launch == "spawn":
         options += ["--nproc-per-node", str(count)]
+    if program.name == "multinode.py":
+        options += ["--world-size", str(count)]  # this call starts all of its ranks
     return [sys.executable, str(program), *options]
 
 

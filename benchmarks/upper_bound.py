@@ -17,8 +17,8 @@ import peers
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.utils.data import BatchSampler, DistributedSampler
 
-from common.data import GlobalBatchSampler
 from common.model import build_model
 from common.seed import set_seed
 
@@ -36,10 +36,11 @@ def main(rank: int, world_size: int, args: argparse.Namespace) -> None:
         torch.set_num_threads(max(1, torch.get_num_threads() // world_size))
     peers.ddp_setup(rank, world_size, args.device)
     train_set, test_set, _ = peers.load_data(args)
-    set_seed(torch.device(args.device), args.seed)  # the scripts' first weights
+    set_seed(args.seed)  # the scripts' first weights
     model = build_model(args.model, train_set.images.shape[1:]).to(args.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
-    sampler = GlobalBatchSampler(train_set, args.batch_size, rank, world_size, args.seed)
+    shard = DistributedSampler(train_set, world_size, rank, seed=args.seed)
+    sampler = BatchSampler(shard, args.batch_size, drop_last=False)
     batches = [[part.to(args.device) for part in train_set.__getitems__(i)] for i in sampler]
     parameters = list(model.parameters())
     flat = torch.empty(sum(p.numel() for p in parameters), device=args.device)

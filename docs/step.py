@@ -7,6 +7,7 @@ the picture shows the shortest of the last 15.
 """
 
 import functools
+import itertools
 import os
 import sys
 from collections.abc import Callable
@@ -86,18 +87,16 @@ def draw(ranks: list[list[tuple[str, float, float]]], path: str) -> None:
     figure.savefig(path, metadata={"Date": None})
 
 
-def train(trainer: ddp_torchrun.Trainer, path: str) -> int:
-    sizes = trainer.train_data.batch_sampler.sizes()[:STEPS]
+def train(trainer: ddp_torchrun.Trainer, path: str) -> None:
     steps = [
-        traced(functools.partial(trainer._run_batch, source, targets, size))
-        for size, (source, targets) in zip(sizes, trainer.train_data, strict=False)
+        traced(functools.partial(trainer._run_batch, source, targets))
+        for source, targets in itertools.islice(trainer.train_data, STEPS)
     ]
     everyone = [None] * trainer.world_size
     dist.all_gather_object(everyone, steps)
     if trainer.rank == 0:
         ranks = list(zip(*everyone, strict=True))[STEPS // 2 :]
         draw(min(ranks, key=length), path)
-    return 0
 
 
 def length(ranks: list[list[tuple[str, float, float]]]) -> float:
