@@ -6,9 +6,9 @@
 
 In every step it copies the model to all GPUs, splits the batch, runs one thread per GPU, and
 gathers outputs and gradients on the first. ddp_spawn.py and ddp_torchrun.py copy the model once,
-move only gradients, and are faster: torch's documentation recommends them for new programs, and
-ddp_torchrun.py serves one device, too. With one device, or none, this is single_gpu.py. To make
-this file yours, edit the lines marked "your".
+move only gradients, and are faster. torch's documentation recommends DDP for new programs. This file
+serves CUDA and ROCm (pytorch#143239). With one GPU, or on a CPU, it does what single_gpu.py does.
+To make this file yours, edit the lines marked "your".
 """
 
 import argparse
@@ -161,7 +161,7 @@ def prepare_dataloader(
         sampler=sampler,
         collate_fn=collate,  # our data sets return whole batches: for yours, delete this line
         pin_memory=args.device not in ("cpu", "mps"),  # so copies overlap the computation
-        # num_workers, started in a way that cannot hang beside the threads of NCCL or gloo.
+        # num_workers, started so that they cannot hang beside the threads of NCCL or gloo.
         **worker_options(args.num_workers),
     )
 

@@ -5,10 +5,10 @@
     python ddp_spawn.py 50 10 --resume         go on from checkpoint.pt, where there is one
     CUDA_VISIBLE_DEVICES=0,2 python ddp_spawn.py
 
-The global batch is --batch-size times the processes: with four, this is the same job as
+The global batch is --batch-size times the processes, so with four this is the same job as
 `single_gpu.py --batch-size 128`. mp.spawn starts Python anew for each process, imports this file
-there (hence the main guard) and calls main(rank, ...). Ctrl-C ends all processes; --resume goes on
-from the last snapshot. To make this file yours, edit the lines marked "your". ddp_torchrun.py
+there (hence the main guard) and calls main(rank, ...). Ctrl-C ends all processes, and --resume goes
+on from the last snapshot. To make this file yours, edit the lines marked "your". ddp_torchrun.py
 adds restarts, stops that save in mid-epoch, accumulation and AMP, and serves one device, too.
 """
 
@@ -202,7 +202,7 @@ def prepare_dataloader(
         sampler=sampler,
         collate_fn=collate,  # our data sets return whole batches: for yours, delete this line
         pin_memory=args.device not in ("cpu", "mps"),  # so copies overlap the computation
-        # num_workers, started in a way that cannot hang beside the threads of NCCL or gloo.
+        # num_workers, started so that they cannot hang beside the threads of NCCL or gloo.
         **worker_options(args.num_workers),
     )
 

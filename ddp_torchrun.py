@@ -10,12 +10,13 @@
         one to four nodes; they come and go
 
 slurm/ has a batch script. The global batch is --batch-size times the processes times --accumulate.
-When a process crashes, torchrun restarts all; with --resume they go on from the last snapshot.
-Several nodes need the snapshot on a disk that all can read. Ctrl-C and SIGTERM
-stop all after the same step and save, within the 30 seconds that torchrun gives them; it then
-reports the signal, with status 1. --resume ends with the weights of a run that was never stopped
-(on accelerators: with --deterministic). `python ddp_torchrun.py` is one process, on one device. To
-make this file yours, edit the lines marked "your".
+When a process crashes, torchrun restarts all, and with --resume they go on from the last snapshot.
+Several nodes need the snapshot on a disk that all can read, and the variable for restarts that
+docs/multinode.md names. Ctrl-C and SIGTERM stop all ranks after the same step, and rank 0 saves
+within the 30 seconds that torchrun gives them. torchrun then reports the signal, with status 1.
+--resume ends with the weights of a run that was never stopped (on an accelerator with
+--deterministic). `python ddp_torchrun.py` is one process, on one device. To make this file yours,
+edit the lines marked "your".
 """
 
 import argparse
@@ -308,7 +309,7 @@ def prepare_dataloader(
         # would draw a number, and dropout would differ in a run that is resumed in mid-epoch.
         generator=torch.Generator().manual_seed(args.seed + dist.get_rank()),
         pin_memory=args.device not in ("cpu", "mps"),  # so copies overlap the computation
-        # num_workers, started in a way that cannot hang beside the threads of NCCL or gloo.
+        # num_workers, started so that they cannot hang beside the threads of NCCL or gloo.
         **worker_options(args.num_workers),
     )
 

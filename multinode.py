@@ -7,11 +7,11 @@
     python multinode.py --init-method file:///shared/new_file --rank 0 --world-size 2
     MASTER_ADDR=10.0.0.1 MASTER_PORT=22225 RANK=0 WORLD_SIZE=2 python multinode.py
 
-A call starts --nproc-per-node ranks, one by default, and --rank is the first of them. The address is
-that of rank 0 with any free port, or a file that all can write, a new one for each run. Each node
+A call starts --nproc-per-node ranks, one by default, and --rank is the first of them. The address
+is that of rank 0 with any free port, or a file that all can write, a new one for each run. Each node
 loads its own data. Rank 0 saves. With --resume it reads the snapshot and sends it to the others. If
 a process ends, the others fail in their next all-reduce, so start all again with --resume. Whoever
-can reach the port can join, so use a private network. docs/multinode.md helps when nodes cannot join
+can reach the port can join, so use a private network. docs/multinode.md helps if nodes cannot join
 or are slow. To make this file yours, edit the lines marked "your". ddp_torchrun.py restarts by
 itself, saves in mid-epoch, and serves one device, too.
 """
@@ -204,7 +204,7 @@ def prepare_dataloader(
         sampler=sampler,
         collate_fn=collate,  # our data sets return whole batches: for yours, delete this line
         pin_memory=args.device not in ("cpu", "mps"),  # so copies overlap the computation
-        # num_workers, started in a way that cannot hang beside the threads of NCCL or gloo.
+        # num_workers, started so that they cannot hang beside the threads of NCCL or gloo.
         **worker_options(args.num_workers),
     )
 
@@ -364,7 +364,7 @@ if __name__ == "__main__":
     log(f"{epochs}, batch_size: {args.batch_size}")
     count = torch.accelerator.device_count()
     if args.device != "cpu" and "LOCAL_RANK" not in os.environ and args.nproc_per_node < count:
-        log(f"only {args.nproc_per_node} of {count} devices: --nproc-per-node {count} uses them all")
+        log(f"only {args.nproc_per_node} of {count} devices: --nproc-per-node {count} uses all")
     where = f"at {args.address}, up to {args.timeout} s"
     log(f"rank {args.rank} waits for all {args.world_size} {where}")
     spawn(args)

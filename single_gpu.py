@@ -8,8 +8,8 @@
 It takes the accelerator that torch finds (CUDA, ROCm, XPU, MPS), or else the CPU. Ctrl-C ends it at
 once. --resume then goes on from the last snapshot and ends with the weights of a run that was never
 stopped (on an accelerator with --deterministic). To make this file yours, edit the lines marked
-"your". ddp_torchrun.py serves one device, too, and adds mixed precision, accumulation and
-stops that save in mid-epoch.
+"your". ddp_torchrun.py serves one device, too, and adds mixed precision, accumulation and stops
+that save in mid-epoch.
 """
 
 import argparse
@@ -161,7 +161,7 @@ def prepare_dataloader(
         sampler=sampler,
         collate_fn=collate,  # our data sets return whole batches: for yours, delete this line
         pin_memory=args.device not in ("cpu", "mps"),  # so copies overlap the computation
-        # num_workers, started in a way that cannot hang beside the threads of NCCL or gloo.
+        # num_workers, started so that they cannot hang beside the threads of NCCL or gloo.
         **worker_options(args.num_workers),
     )
 
