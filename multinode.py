@@ -12,8 +12,8 @@ is that of rank 0 with any free port, or a file that all can write, a new one fo
 load their own data. Rank 0 saves, and with --resume it sends the snapshot to the others. If one
 process ends, the others fail in their next all-reduce, so start all again with --resume. Whoever
 can reach the port can join, so use a private network. docs/multinode.md helps if nodes cannot join
-or are slow. To make this file yours, edit the lines marked "your". ddp_torchrun.py restarts by itself,
-saves in mid-epoch, and serves one device, too.
+or are slow. To make this file yours, edit the lines marked "your". ddp_torchrun.py restarts by
+itself, saves in mid-epoch, and serves one device, too.
 """
 
 import argparse
