@@ -1,12 +1,20 @@
-"""The data: digits without a download, normalised batches, and each sample for one rank, once."""
+"""The data: digits without a download, normalised batches, one download for several processes."""
 
+import contextlib
 import hashlib
+import operator
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 from helpers.files import idx_files
+from torch.utils.data import Dataset
 
-from common.data import GlobalBatchSampler, load_dataset
+from common.data import load_dataset
+from common.loader import collate
 
 
 @pytest.fixture(scope="module")
@@ -34,46 +42,41 @@ def test_batches_are_normalised(tmp_path):
     assert torch.equal(train[-1][0], images[2]) and train[-1][1] == targets[2]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("batch_size", [1, 2, 7, 32])
-def test_each_step_deals_its_samples_to_all_ranks_once(world_size, batch_size):
-    for count in (7, 31, 64, 65, 100, 257):
-        ranks = [
-            GlobalBatchSampler(range(count), batch_size, rank, world_size, seed=42)
-            for rank in range(world_size)
-        ]
-        sizes, limit = ranks[0].sizes(), batch_size * world_size
-        assert sum(sizes) == count and sizes == sorted(sizes) and sizes[-1] - sizes[0] <= 1
-        if batch_size > 1:
-            assert sizes[-1] <= limit and len(sizes) == -(-count // limit)
-        else:  # a rest that does not divide: larger steps, and no empty share
-            assert len(sizes) == count // world_size
-        orders = []
-        for epoch in (0, 1):
-            generator = torch.Generator().manual_seed(42 + epoch)
-            orders.append(torch.randperm(count, generator=generator).tolist())
-            for sampler in ranks:
-                sampler.set_epoch(epoch)
-            shards, seen = [list(sampler) for sampler in ranks], 0
-            for step, (size, *shares) in enumerate(zip(sizes, *shards, strict=True)):
-                dealt = [index for share in shares for index in share]
-                assert sorted(dealt) == sorted(orders[epoch][seen : seen + size])
-                lengths = [len(share) for share in shares]
-                assert max(lengths) - min(lengths) <= 1 and min(lengths) > 0
-                for sampler, shard in zip(ranks, shards, strict=True):  # it may go on from any step
-                    sampler.set_epoch(epoch, seen)
-                    assert next(iter(sampler)) == shard[step] and sampler.sizes() == sizes[step:]
-                seen += size
-        assert orders[0] != orders[1]
+def test_one_of_several_downloads_and_nobody_locks_what_is_there(monkeypatch, tmp_path):
+    """Threads stand for processes: each has a lock of its own on the same file."""
+    from torchvision.datasets import mnist
+
+    source, folder, downloads = idx_files(tmp_path / "source", 50, 20), tmp_path / "data", []
+    start = threading.Barrier(3)
+
+    def check_exists(dataset: Dataset) -> bool:
+        there = exists(dataset)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            start.wait(5)  # so that all find at first that nothing is there
+            start.abort()  # and later calls do not wait
+        return there
+
+    def download(*_: object, download_root: str, filename: str, **__: object) -> None:
+        downloads.append(filename)
+        whole = (source / "FashionMNIST/raw" / filename.removesuffix(".gz")).read_bytes()
+        path = Path(download_root, filename.removesuffix(".gz"))
+        path.write_bytes(whole[:100])
+        time.sleep(0.1)
+        path.write_bytes(whole)
+
+    exists = mnist.MNIST._check_exists
+    monkeypatch.setattr(mnist.MNIST, "_check_exists", check_exists)
+    monkeypatch.setattr(mnist, "download_and_extract_archive", download)
+    with ThreadPoolExecutor(3) as processes:
+        calls = [processes.submit(load_dataset, "fashion-mnist", str(folder)) for _ in range(3)]
+    assert [len(call.result()[0]) for call in calls] == [50, 50, 50]
+    assert len(downloads) == len({*downloads}) == 4
+    (folder / ".lock").unlink()
+    assert len(load_dataset("fashion-mnist", str(folder))[1]) == 20
+    assert not (folder / ".lock").exists()
 
 
-def test_too_few_samples_are_refused():
-    with pytest.raises(ValueError, match="the training set is empty"):
-        GlobalBatchSampler([], 32)
-    with pytest.raises(ValueError, match="2 samples are left for 3 processes: start fewer"):
-        GlobalBatchSampler(range(2), 32, 0, 3)
-    sampler = GlobalBatchSampler(range(65), 32, 0, 3)
-    with pytest.raises(ValueError, match="1 samples are left for 3 processes"):
-        sampler.set_epoch(0, start=64)
-    sampler.set_epoch(0, start=65)  # the epoch is over
-    assert list(sampler) == []
+def test_samples_become_a_batch_and_whole_batches_stay_as_they_are():
+    source, targets = collate([(torch.ones(3), 5), (torch.zeros(3), 6)])
+    assert source.tolist() == [[1, 1, 1], [0, 0, 0]] and targets.tolist() == [5, 6]
+    assert all(map(operator.is_, collate((source, targets)), (source, targets)))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from helpers.files import load, same_bytes
 from helpers.parts import every_ddp_script, every_script, inner
 
-HOLDS = {"model", "optimizer", "schedule", "epoch", "global_batch", "args"}
+HOLDS = {"model", "optimizer", "schedule", "epoch", "args"}
 
 
 @every_script
@@ -27,19 +27,18 @@ def test_what_is_saved_is_what_is_loaded(make, script):
     if torchrun:
         first.scaler.load_state_dict({**first.scaler.state_dict(), "scale": 8.0})
         first.samples_seen = 32
-        first.loss_sum.fill_(5)
     first._save_snapshot()
     before = load(Path("checkpoint.pt"))
-    assert before.keys() == HOLDS | ({"scaler", "samples_seen", "loss_sum"} if torchrun else set())
+    assert before.keys() == HOLDS | ({"scaler", "samples_seen"} if torchrun else set())
     assert {*before["model"]} == {*inner(first).state_dict()}  # no prefix
-    assert (before["global_batch"], before["args"]["model"]) == (32, "mlp")
+    assert before["args"]["model"] == "mlp"
     _, second = make(script, *options, "--resume")
     assert second.epoch == 3
     second._save_snapshot()
     after = load(Path("checkpoint.pt"))
     assert same_bytes(before, after)
     if torchrun:
-        assert (second.samples_seen, second.loss_sum, after["scaler"]["scale"]) == (32, 5, 8)
+        assert (second.samples_seen, after["scaler"]["scale"]) == (32, 8)
 
 
 @every_script
@@ -66,7 +65,6 @@ def test_a_snapshot_is_written_whole_or_not_at_all(make, monkeypatch, script):
     with pytest.raises(OSError, match="the disk is full"):
         trainer._save_snapshot()
     assert Path("checkpoint.pt").read_bytes() == after
-    assert not Path("checkpoint.pt.tmp").exists()
 
 
 @every_script
@@ -105,7 +103,7 @@ def test_a_run_with_another_setting_is_refused(make, script):
         model = () if option == "model" else ("--model", "mlp")
         make(script, *model, f"--{option}", then)[1]._save_snapshot()
         options = (*model, "--snapshot-path", "checkpoint.pt", f"--{option}", now)
-        line = f"checkpoint.pt was made with --{option} {then}, and this run has {now}"
+        line = f"checkpoint.pt was made with --{option} {then}, not {now}"
         assert refused(make, script, *options) == line
 
 
@@ -141,17 +139,7 @@ def test_a_snapshot_of_mid_epoch_is_for_ddp_torchrun_alone(make, script):
     assert trainer.epoch == 2
     trainer._save_snapshot()  # and ddp_torchrun.py takes this script's
     _, trainer = make("ddp_torchrun.py", *options, "end.pt", "--amp", "fp16", "--resume")
-    assert (trainer.epoch, trainer.samples_seen, trainer.loss_sum) == (2, 0, 0)
-
-
-@every_script
-def test_another_global_batch_is_said(make, capsys, script):
-    make(script, "--batch-size", 8)[1]._save_snapshot()
-    line = "The global batch is another one than before (8 samples)\n"
-    for size, said in ((4, True), (8, False)):
-        capsys.readouterr()
-        make(script, "--batch-size", size, "--resume")
-        assert (line in capsys.readouterr().out) == said
+    assert (trainer.epoch, trainer.samples_seen) == (2, 0)
 
 
 @every_ddp_script
@@ -163,39 +151,29 @@ def test_rank_1_leaves_the_file_to_rank_0(make, monkeypatch, script):
     Path("checkpoint.pt").unlink()
 
     trainer.rank = 1
-    monkeypatch.setattr(dist, "barrier", lambda: None)  # it waits for rank 0
-    run_epoch = lambda epoch: torch.zeros(()) if script != "ddp_torchrun.py" else 0  # noqa: E731
-    monkeypatch.setattr(trainer, "_run_epoch", run_epoch)
+    monkeypatch.setattr(trainer, "_run_epoch", lambda epoch: torch.zeros(()))
     monkeypatch.setattr(trainer.schedule, "step", lambda: None)
     trainer.train(4)
     assert trainer.epoch == 4 and not Path("checkpoint.pt").exists()
 
     for weight in snapshot["model"].values():
         weight.fill_(3)
-    snapshot["loss_sum"] = 5.0
 
-    def broadcast_object_list(message: list, src: int) -> None:
+    def broadcast_object_list(message: list, src: int = 0) -> None:
         assert message == [None] and src == 0
         message[0] = snapshot
 
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
     monkeypatch.setattr(dist, "broadcast_object_list", broadcast_object_list)
     Path("checkpoint.pt").write_text("its own node's, which is not read")
+    trainer.model = trainer.model.module  # as it is when Trainer() loads the snapshot
     trainer._load_snapshot()
     assert all((weight == 3).all() for weight in trainer.model.parameters())
     assert trainer.epoch == 3
-    assert script != "ddp_torchrun.py" or trainer.loss_sum == 0  # the sum so far is rank 0's
 
 
 @every_ddp_script
-@pytest.mark.parametrize("rank", [0, 1])
-def test_nobody_ends_while_rank_0_saves(make, monkeypatch, script, rank):
+def test_nobody_ends_while_rank_0_saves(make, script):
     """Or the first process that ends would end the others."""
-    _, trainer = make(script)
-    if script != "ddp_torchrun.py":
-        assert make.calls[-3:] == ["train", "barrier", "destroy_process_group"]
-        return
-    trainer.rank, calls, replace = rank, [], Path.replace
-    monkeypatch.setattr(Path, "replace", lambda *args: calls.append("replace") or replace(*args))
-    monkeypatch.setattr(dist, "barrier", lambda: calls.append("barrier"))
-    trainer._save_snapshot()
-    assert calls == (["replace", "barrier"] if rank == 0 else ["barrier"])
+    make(script)
+    assert make.calls == ["train", "barrier", "destroy_process_group"]

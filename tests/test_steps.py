@@ -1,8 +1,12 @@
 """What a step, an epoch and an evaluation compute, and on what; in the tests' process."""
 
+from itertools import chain
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.files import load
 from helpers.jobs import SCRIPTS
 from helpers.parts import every_ddp_script, every_script, inner
 
@@ -13,12 +17,12 @@ TORCHRUN = "ddp_torchrun.py"
 
 
 @every_script
-@pytest.mark.parametrize("type", ["cuda", "mps", "cpu"])
+@pytest.mark.parametrize("type", ["cuda", "xpu", "mps", "cpu"])
 def test_copies_are_waited_for_unless_memory_is_pinned(make, monkeypatch, script, type):
     module, trainer = make(script)
-    loader = module.prepare_dataloader([0], [[0]], torch.device(type), 0)
-    assert loader.pin_memory == (type == "cuda")
-    trainer.pinned, seen, to = type == "cuda", set(), torch.Tensor.to
+    trainer.args.device, seen, to = type, set(), torch.Tensor.to
+    for loader in (trainer.train_data, trainer.test_data):
+        loader.pin_memory = module.prepare_dataloader([0], 1, [0], trainer.args).pin_memory
 
     def traced(tensor: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         seen.add(kwargs.get("non_blocking"))
@@ -27,7 +31,7 @@ def test_copies_are_waited_for_unless_memory_is_pinned(make, monkeypatch, script
     monkeypatch.setattr(torch.Tensor, "to", traced)
     trainer._run_epoch(0)
     trainer._evaluate()
-    assert seen - {None} == {type == "cuda"}
+    assert seen - {None} == {type in ("cuda", "xpu")}
 
 
 @every_script
@@ -57,16 +61,14 @@ def test_evaluation_is_with_the_buffers_of_rank_0_and_not_through_ddp(make, monk
 
 
 @every_script
-def test_a_step_is_on_the_mean_over_the_global_batch(make, monkeypatch, script):
-    """Of a rank that has 10 of 40 samples; the other one has the rest. DDP sends its gradients
-    once, also with three micro-batches, of which two are under no_sync()."""
+def test_a_step_is_on_the_mean_over_the_batch(make, monkeypatch, script):
+    """DDP sends the gradients once, also after micro-batches of 4, 4 and 2."""
     parts = 3 if script == TORCHRUN else 1
-    _, trainer = make(script, "--model", "mlp", *(("--accumulate", 3) if parts == 3 else ()))
+    _, trainer = make(script, "--model", "mlp", *(("--batch-size", 4) if parts == 3 else ()))
     model, passes, sent = inner(trainer), [], []
     model.register_forward_pre_hook(lambda *_: passes.append("forward"))
     monkeypatch.setattr(trainer.optimizer, "step", lambda *_: None)
     if script in DDP:
-        trainer.world_size = 2
 
         def all_reduce(_, bucket):  # DDP takes no other annotations than its own
             sent.append(bucket.index())
@@ -77,32 +79,44 @@ def test_a_step_is_on_the_mean_over_the_global_batch(make, monkeypatch, script):
         trainer.model.register_comm_hook(None, all_reduce)
     source, targets = make_digits(10, 0).__getitems__(range(10))
     for step in (1, 2):  # the second one knows nothing of the first one's gradients
-        loss = trainer._run_batch(source, targets, *([40] if script in DDP else []))
+        sent.clear()
+        loss = trainer._run_batch(source, targets)
         assert len(passes) == step * parts
-        assert len(sent) == step * (script in DDP), f"{script} sends gradients without need"
+        buckets = [*range(len(sent))]
+        assert sorted(sent) == buckets and bool(sent) == (script in DDP), f"{script} sends {sent}"
     gradients = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
-    expected = torch.nn.functional.cross_entropy(model(source), targets, reduction="sum")
-    (expected * 2 / 40 if script in DDP else expected / 10).backward()
-    assert loss.item() == pytest.approx(expected.item() / (1 if script == TORCHRUN else 10))
+    expected = torch.nn.functional.cross_entropy(model(source), targets)
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item())
     for gradient, parameter in zip(gradients, model.parameters(), strict=True):
         assert torch.allclose(gradient, parameter.grad, atol=1e-6)
 
 
-def test_every_rank_takes_as_many_micro_batches(make):
-    """SyncBatchNorm and no_sync need it, also where an epoch's shares are uneven."""
-    _, trainer = make(TORCHRUN, "--accumulate", 4, "--model", "mlp")
-    trainer.world_size, sizes = 2, []
-    inner(trainer).register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
-    for size, shares, parts in ((13, (6, 7), 4), (7, (3, 4), 3), (2, (1, 1), 1)):
-        for share in shares:
-            sizes.clear()
-            trainer._run_batch(*make_digits(10, 0).__getitems__(range(share)), size)
-            assert len(sizes) == parts and sum(sizes) == share
-            assert min(sizes) > 0 and max(sizes) - min(sizes) <= 1
+@pytest.mark.parametrize("count", [40, 41, 64])
+@pytest.mark.parametrize("before", [1, 2, 3, 4])
+def test_no_sample_is_lost_where_other_ranks_go_on_in_mid_epoch(make, monkeypatch, count, before):
+    """The samples before the stop are the first of the epoch's order. The other ranks begin where
+    these end, or less than one sample a rank before that."""
+    module, trainer = make(TORCHRUN, "--model", "mlp")
 
+    def shards(world_size: int, epoch: int, seen: int) -> list[list[int]]:
+        lists = []
+        for rank in range(world_size):
+            sampler = module.ShardOfTheRest(range(count), world_size, rank, seed=7)
+            sampler.set_epoch(epoch, seen)
+            lists.append(list(sampler))
+            assert len(sampler) == len(lists[-1])
+        return lists
 
-def test_ddp_has_its_order_of_summation_before_training(make):
-    """So that a resumed run sums in the same order, with three ranks or more, too."""
-    _, trainer = make(TORCHRUN)
-    assert all((parameter.grad == 1).all() for parameter in trainer.model.parameters())
+    order = [*chain(*zip(*shards(before, 3, 0), strict=True))]
+    trainer._save_snapshot()
+    snapshot, trainer.model = {**load(Path("checkpoint.pt")), "epoch": 3}, inner(trainer)
+    monkeypatch.setattr(module, "open_snapshot", lambda _: snapshot)
+    for snapshot["samples_seen"] in range(0, len(order), 2 * before):
+        seen = order[: snapshot["samples_seen"]]
+        for trainer.world_size in (1, 2, 3, 4):
+            trainer._load_snapshot()
+            rest = [*chain(*shards(trainer.world_size, trainer.epoch, trainer.samples_seen))]
+            assert {*seen, *rest} == {*range(count)}
+            assert len(seen) + len(rest) < count + 2 * trainer.world_size
