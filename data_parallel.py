@@ -63,7 +63,7 @@ class Trainer:
         return loss.detach()
 
     def _run_epoch(self, epoch: int) -> torch.Tensor:
-        set_seed(self.args.seed, 0, epoch)  # 0: the rank
+        set_seed(self.args.seed, 0, epoch)  # 0 is the rank that this process would have under DDP
         self.train_data.sampler.generator.manual_seed(self.args.seed + epoch)  # another order
         name = self.device.type.upper().replace("CUDA", "GPU")
         steps = f"Batchsize: {self.args.batch_size} | Steps: {len(self.train_data)}"
@@ -159,9 +159,9 @@ def prepare_dataloader(
         dataset,
         batch_size=batch_size,
         sampler=sampler,
-        collate_fn=collate,  # our data sets return whole batches: for yours, delete this line
+        collate_fn=collate,  # for data sets that return whole batches, as ours do, and all others
         pin_memory=args.device not in ("cpu", "mps"),  # so copies overlap the computation
-        # num_workers, started so that they cannot hang beside the threads of NCCL or gloo.
+        # num_workers, started in the way that common/loader.py explains.
         **worker_options(args.num_workers),
     )
 
@@ -201,7 +201,7 @@ def open_snapshot(args: argparse.Namespace) -> dict | None:
 
 def stop(signum: int, frame: object) -> None:
     signal.signal(signum, signal.SIG_IGN)  # once is enough
-    os.write(2, b"stopped: --resume goes on from the last snapshot\n")
+    os.write(2, b"stopped: --resume goes on from the last snapshot\n")  # print() may be busy
     sys.exit(128 + signum)  # the shells' number for a signal
 
 
@@ -214,7 +214,7 @@ def log(line: str) -> None:
 def at_least(low: float) -> Callable[[str], float]:
     def number(text: str) -> float:
         value = type(low)(text)  # int or float
-        if not value >= low:
+        if not value >= low:  # true for nan, too
             raise argparse.ArgumentTypeError(f"{text} is less than {low}")
         return value
 
@@ -235,7 +235,7 @@ def parse_args() -> argparse.Namespace:
     add("--model", choices=MODELS, help="default: what suits the data set")
     add("--seed", type=at_least(0), default=42)
     add("--deterministic", action="store_true", help="deterministic kernels on an accelerator")
-    add("--num-workers", type=at_least(0), default=0, help="loader processes; 4 for files, say")
+    add("--num-workers", type=at_least(0), default=0, help="loader processes: try 4 for files")
     add("--log-interval", type=at_least(0), default=0, help="steps between loss lines (0: none)")
     add("--snapshot-path", default="checkpoint.pt")
     add("--resume", action="store_true", help="go on from the snapshot where there is one")

@@ -9,7 +9,7 @@ The global batch is --batch-size times the processes, so with four this is the s
 `single_gpu.py --batch-size 128`. mp.spawn starts Python anew for each process, imports this file
 there (hence the main guard) and calls main(rank, ...). Ctrl-C ends all processes, and --resume goes
 on from the last snapshot. To make this file yours, edit the lines marked "your". ddp_torchrun.py
-adds restarts, stops that save in mid-epoch, accumulation and AMP, and serves one device, too.
+adds restarts, stops that save in mid-epoch, accumulation and AMP, and runs on one device, too.
 """
 
 import argparse
@@ -94,7 +94,7 @@ class Trainer:
     @torch.no_grad()
     def _evaluate(self) -> tuple[torch.Tensor, torch.Tensor]:
         for buffer in self.model.buffers():
-            dist.broadcast(buffer, src=0)  # as DDP does before each step: the last changed them
+            dist.broadcast(buffer, src=0)  # DDP does so before a step, but this one changed them
         self.model.eval()
         loss_sum = torch.zeros((), device=self.device)
         correct = torch.zeros((), device=self.device)
@@ -175,7 +175,7 @@ def ddp_setup(rank: int, args: argparse.Namespace) -> torch.device:
         rank=rank,
         world_size=args.nproc_per_node,
         timeout=datetime.timedelta(seconds=args.timeout),
-        device_id=None if device.type == "cpu" else device,
+        device_id=None if device.type == "cpu" else device,  # NCCL connects now, on this device
     )
     where = f"device {device} | backend {dist.get_backend()} | threads {torch.get_num_threads()}"
     log(f"[rank {rank} of {args.nproc_per_node}] {where}", every_rank=True)
@@ -200,17 +200,17 @@ def prepare_dataloader(
         dataset,
         batch_size=batch_size,
         sampler=sampler,
-        collate_fn=collate,  # our data sets return whole batches: for yours, delete this line
+        collate_fn=collate,  # for data sets that return whole batches, as ours do, and all others
         pin_memory=args.device not in ("cpu", "mps"),  # so copies overlap the computation
-        # num_workers, started so that they cannot hang beside the threads of NCCL or gloo.
+        # num_workers, started in the way that common/loader.py explains.
         **worker_options(args.num_workers),
     )
 
 
 def main(rank: int, args: argparse.Namespace) -> None:
-    # From here on SIGINT ends this process at once. Linux sends it, too, when the parent dies.
+    # SIGINT ends this rank at once. It comes from Ctrl-C, or from Linux if the parent was killed.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if not mp.parent_process().is_alive():  # or when it had died before this process asked Linux
+    if not mp.parent_process().is_alive():  # it was killed before mp.spawn asked Linux for SIGINT
         sys.exit(1)
     device = ddp_setup(rank, args)
     train_set, test_set, model, optimizer, schedule = load_train_objs(args, device)
@@ -220,7 +220,7 @@ def main(rank: int, args: argparse.Namespace) -> None:
     test_data = prepare_dataloader(test_set, args.test_batch_size, test_shard, args)
     trainer = Trainer(model, train_data, test_data, optimizer, schedule, device, args)
     trainer.train(args.total_epochs)
-    dist.barrier()  # Rank 0 may still be saving. If another rank left first, it would fail.
+    dist.barrier()  # rank 0 may still be saving, and it would miss a rank that left now
     del trainer  # DDP keeps the group, whose threads could abort Python at its end
     dist.destroy_process_group()
 
@@ -229,7 +229,7 @@ def main(rank: int, args: argparse.Namespace) -> None:
 
 
 def spawn(args: argparse.Namespace) -> None:
-    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")  # it reports killed ranks
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")  # silent if a rank is killed
     try:
         mp.spawn(main, args=(args,), nprocs=args.nproc_per_node)
     except mp.ProcessExitedException as error:  # it has said why, unless a signal ended it
@@ -259,13 +259,13 @@ def read_snapshot(args: argparse.Namespace) -> dict | None:
 
 def open_snapshot(args: argparse.Namespace) -> dict | None:
     snapshot = [read_snapshot(args) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(snapshot)  # rank 0 reads it, because nodes may share no disk
+    dist.broadcast_object_list(snapshot)  # rank 0 reads it, so that all start from the same one
     return snapshot[0]
 
 
 def stop(signum: int, frame: object) -> None:
     signal.signal(signum, signal.SIG_IGN)  # once is enough
-    os.write(2, b"stopped: --resume goes on from the last snapshot\n")
+    os.write(2, b"stopped: --resume goes on from the last snapshot\n")  # print() may be busy
     sys.exit(128 + signum)  # the shells' number for a signal
 
 
@@ -278,14 +278,14 @@ def log(line: str, every_rank: bool = False) -> None:
 
 def default_backend(device: str) -> str | None:
     backend = dist.get_default_backend_for_device(device)  # NCCL, XCCL or gloo
-    backend = backend if dist.is_backend_available(backend) else "gloo"  # as on Windows
-    return backend if device in dist.Backend.backend_capability[backend] else None
+    backend = backend if dist.is_backend_available(backend) else "gloo"  # Windows has no NCCL
+    return backend if device in dist.Backend.backend_capability[backend] else None  # as for MPS
 
 
 def at_least(low: float) -> Callable[[str], float]:
     def number(text: str) -> float:
         value = type(low)(text)  # int or float
-        if not value >= low:
+        if not value >= low:  # true for nan, too
             raise argparse.ArgumentTypeError(f"{text} is less than {low}")
         return value
 
@@ -311,8 +311,8 @@ def parse_args() -> argparse.Namespace:
     add("--device", choices=devices, default=devices[0])
     add("--nproc-per-node", type=at_least(1), help="default: one per device, 2 on a CPU")
     add("--backend", type=str.lower, help="nccl, gloo ...; default: what suits the device")
-    add("--timeout", type=at_least(1), default=600, help="seconds for a collective, or for a save")
-    add("--num-workers", type=at_least(0), default=0, help="loader processes; 4 for files, say")
+    add("--timeout", type=at_least(1), default=600, help="seconds that ranks wait for each other")
+    add("--num-workers", type=at_least(0), default=0, help="loader processes: try 4 for files")
     add("--log-interval", type=at_least(0), default=0, help="steps between loss lines (0: none)")
     add("--snapshot-path", default="checkpoint.pt")
     add("--resume", action="store_true", help="go on from the snapshot where there is one")

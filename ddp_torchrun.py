@@ -11,12 +11,11 @@
 
 slurm/ has a batch script. The global batch is --batch-size times the processes times --accumulate.
 When a process crashes, torchrun restarts all, and with --resume they go on from the last snapshot.
-Several nodes need the snapshot on a disk that all can read, and the variable for restarts that
-docs/multinode.md names. Ctrl-C and SIGTERM stop all ranks after the same step, and rank 0 saves
-within the 30 seconds that torchrun gives them. torchrun then reports the signal, with status 1.
---resume ends with the weights of a run that was never stopped (on an accelerator with
---deterministic). `python ddp_torchrun.py` is one process, on one device. To make this file yours,
-edit the lines marked "your".
+Several nodes need a shared disk for it, because after a restart any of them may have rank 0, and
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1. Ctrl-C and SIGTERM stop all ranks after the same step, and
+rank 0 saves. torchrun kills what is left after 30 seconds, and its status is 1. --resume ends with
+the weights of a run that was never stopped (on an accelerator with --deterministic). To make this
+file yours, edit the lines marked "your". `python ddp_torchrun.py` is one process, on one device.
 """
 
 import argparse
@@ -46,7 +45,7 @@ from common.model import DEFAULT_MODEL, MODELS, build_model
 from common.seed import set_seed, use_deterministic_kernels
 
 AMP = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-LAUNCHER = os.getppid()  # torchrun; another parent later on means that it was killed
+LAUNCHER = os.getppid()  # torchrun's process id: if a rank's parent changes, torchrun was killed
 stop_requested = False  # by a signal
 
 
@@ -98,7 +97,7 @@ class Trainer:
         self.model = DDP(  # copies rank 0's weights to all ranks
             model,
             gradient_as_bucket_view=True,  # gradients lie in DDP's buckets: no second copy
-            # In MB. DDP's first bucket is small, for overlap: on a CPU that costs 7% of a step.
+            # In MB. If nothing is passed, DDP's first bucket has 1: 7% of a step more, on a CPU.
             bucket_cap_mb=25 if device.type == "cpu" else None,
         )
         if args.compile:
@@ -110,7 +109,7 @@ class Trainer:
         sources = source.split(self.args.batch_size)  # your inputs: a micro-batch each
         pairs = zip(sources, targets.split(self.args.batch_size), strict=True)
         for number, (micro_source, micro_targets) in enumerate(pairs, start=1):
-            # Under no_sync() gradients add up on their rank; the last backward() sends the sum.
+            # Under no_sync() each rank adds up its gradients. The last backward() sends the sum.
             last = number == len(sources)
             with contextlib.nullcontext() if last else self.model.no_sync():
                 with self.autocast:
@@ -146,7 +145,7 @@ class Trainer:
             loss = self._run_batch(source, targets)
             loss_sum += loss * len(targets)
             self.samples_seen += len(targets) * self.world_size
-            # The next step's random numbers do not depend on those before: a run may go on here.
+            # Each step has a seed of its own, so that a run can go on from any step.
             set_seed(self.args.seed, self.rank, epoch, self.samples_seen)
             if self.args.log_interval and step % self.args.log_interval == 0:
                 log(f"Epoch {epoch} | Step {step} | Loss of rank 0: {loss.item():.6f}")
@@ -161,13 +160,13 @@ class Trainer:
         answers = torch.tensor([stop, seconds > 1], dtype=torch.int32, device=self.device)
         dist.all_reduce(answers, op=dist.ReduceOp.MAX)  # one yes is enough
         self.stopping, slow = answers.bool().tolist()
-        self.steps_between_questions = 1 if slow or step == 1 else 10  # step 1 has no time yet
+        self.steps_between_questions = 1 if slow or step == 1 else 10  # none is timed before step 2
         self.asked_at = time.perf_counter()
 
     @torch.no_grad()
     def _evaluate(self) -> tuple[torch.Tensor, torch.Tensor]:
         for buffer in self.model.buffers():
-            dist.broadcast(buffer, src=0)  # as DDP does before each step: the last changed them
+            dist.broadcast(buffer, src=0)  # DDP does so before a step, but this one changed them
         self.model.eval()
         loss_sum = torch.zeros((), device=self.device)
         correct = torch.zeros((), device=self.device)
@@ -248,7 +247,7 @@ class Trainer:
             self.scaler.load_state_dict(snapshot["scaler"])
         self.epoch = snapshot["epoch"]
         seen = snapshot.get("samples_seen", 0)  # only this script stops in mid-epoch
-        self.samples_seen = seen - seen % self.world_size  # there may have been other ranks
+        self.samples_seen = seen - seen % self.world_size  # the run before may have had more ranks
         log(f"Resuming training from snapshot at Epoch {self.epoch}")
 
 
@@ -266,12 +265,12 @@ def ddp_setup(args: argparse.Namespace) -> torch.device:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     timeout = datetime.timedelta(seconds=args.timeout)
-    store = dist.HashStore()
+    store = dist.HashStore()  # one process meets nobody
     if world_size > 1:
-        store, *_ = next(dist.rendezvous("env://", timeout=timeout))
+        store, *_ = next(dist.rendezvous("env://", timeout=timeout))  # at MASTER_ADDR
     if world_size == here:
-        # torchrun keeps one store for all its attempts, and what a crashed one has left there would
-        # mislead the next (pytorch#135712). So each attempt of a node gets a prefix of its own.
+        # torchrun keeps one store for all its attempts. The keys of a crashed one would mislead the
+        # next (pytorch#135712), so each puts its number before its keys. Nodes count differently.
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     dist.init_process_group(
         args.backend,
@@ -279,7 +278,7 @@ def ddp_setup(args: argparse.Namespace) -> torch.device:
         rank=rank,
         world_size=world_size,
         timeout=timeout,
-        device_id=None if device.type == "cpu" else device,
+        device_id=None if device.type == "cpu" else device,  # NCCL connects now, on this device
     )
     where = f"device {device} | backend {dist.get_backend()} | threads {torch.get_num_threads()}"
     log(f"[rank {rank} of {world_size}] {where}", every_rank=True)
@@ -304,12 +303,12 @@ def prepare_dataloader(
         dataset,
         batch_size=batch_size,
         sampler=sampler,
-        collate_fn=collate,  # our data sets return whole batches: for yours, delete this line
-        # The workers' seeds come from here. From torch's own generator, each start of the loader
-        # would draw a number, and dropout would differ in a run that is resumed in mid-epoch.
+        collate_fn=collate,  # for data sets that return whole batches, as ours do, and all others
+        # Each start of the loader draws its workers' seeds here. From torch's own generator, the
+        # draw would change dropout in a run that is resumed in mid-epoch.
         generator=torch.Generator().manual_seed(args.seed + dist.get_rank()),
         pin_memory=args.device not in ("cpu", "mps"),  # so copies overlap the computation
-        # num_workers, started so that they cannot hang beside the threads of NCCL or gloo.
+        # num_workers, started in the way that common/loader.py explains.
         **worker_options(args.num_workers),
     )
 
@@ -333,10 +332,10 @@ def main(args: argparse.Namespace) -> int:
     trainer.train(args.total_epochs)
     log(f"Total time: {time.perf_counter() - start:.3f}s")
     stopped = trainer.stopping
-    dist.barrier()  # Rank 0 may still be saving. If another rank left first, it would fail.
+    dist.barrier()  # rank 0 may still be saving, and it would miss a rank that left now
     del trainer  # DDP keeps the group, whose threads could abort Python at its end
     dist.destroy_process_group()
-    return 143 if stopped else 0  # as after SIGTERM, because epochs are left
+    return 143 if stopped else 0  # epochs are left, which torchrun must take for a failure
 
 
 # --- stops, snapshots read, messages and options: skip these on a first reading ---------------
@@ -344,7 +343,7 @@ def main(args: argparse.Namespace) -> int:
 
 def on_stop_signal(signum: int, frame: object) -> None:
     global stop_requested
-    stop_requested = True  # the ranks agree on it within ten steps
+    stop_requested = True  # the ranks agree on it in _agree_on_stopping()
 
 
 def read_snapshot(args: argparse.Namespace) -> dict | None:
@@ -365,7 +364,7 @@ def read_snapshot(args: argparse.Namespace) -> dict | None:
 
 def open_snapshot(args: argparse.Namespace) -> dict | None:
     snapshot = [read_snapshot(args) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(snapshot)  # rank 0 reads it, because nodes may share no disk
+    dist.broadcast_object_list(snapshot)  # rank 0 reads it, so that all start from the same one
     return snapshot[0]
 
 
@@ -378,14 +377,14 @@ def log(line: str, every_rank: bool = False) -> None:
 
 def default_backend(device: str) -> str | None:
     backend = dist.get_default_backend_for_device(device)  # NCCL, XCCL or gloo
-    backend = backend if dist.is_backend_available(backend) else "gloo"  # as on Windows
-    return backend if device in dist.Backend.backend_capability[backend] else None
+    backend = backend if dist.is_backend_available(backend) else "gloo"  # Windows has no NCCL
+    return backend if device in dist.Backend.backend_capability[backend] else None  # as for MPS
 
 
 def at_least(low: float) -> Callable[[str], float]:
     def number(text: str) -> float:
         value = type(low)(text)  # int or float
-        if not value >= low:
+        if not value >= low:  # true for nan, too
             raise argparse.ArgumentTypeError(f"{text} is less than {low}")
         return value
 
@@ -397,7 +396,7 @@ def parse_args() -> argparse.Namespace:
     devices = [found.type, "cpu"] if found and default_backend(found.type) else ["cpu"]
     parser = argparse.ArgumentParser(usage="%(prog)s [total_epochs] [save_every] [options]")
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        parser.error = lambda message: sys.exit(2)  # the first attempt has said it
+        parser.error = lambda message: sys.exit(2)  # the first attempt has printed it
     add = parser.add_argument
     add("total_epochs", nargs="?", type=at_least(1), default=5, help="how many epochs to train")
     add("save_every", nargs="?", type=at_least(1), default=1, help="epochs between two snapshots")
@@ -418,8 +417,8 @@ def parse_args() -> argparse.Namespace:
     add("--log-dir", help="folder for TensorBoard's event files")
     add("--local-rank", "--local_rank", help=argparse.SUPPRESS)  # torch.distributed.launch gives it
     add("--backend", type=str.lower, help="nccl, gloo ...; default: what suits the device")
-    add("--timeout", type=at_least(1), default=600, help="seconds for a collective, or for a save")
-    add("--num-workers", type=at_least(0), default=0, help="loader processes; 4 for files, say")
+    add("--timeout", type=at_least(1), default=600, help="seconds that ranks wait for each other")
+    add("--num-workers", type=at_least(0), default=0, help="loader processes: try 4 for files")
     add("--log-interval", type=at_least(0), default=0, help="steps between loss lines (0: none)")
     add("--snapshot-path", default="checkpoint.pt")
     add("--resume", action="store_true", help="go on from the snapshot where there is one")
@@ -446,5 +445,5 @@ def parse_args() -> argparse.Namespace:
 
 if __name__ == "__main__":
     args = parse_args()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # without a traceback, until training begins
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training begins, it ends this rank
     sys.exit(main(args))

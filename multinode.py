@@ -10,10 +10,10 @@
 A call starts --nproc-per-node ranks, one by default, and --rank is the first of them. The address
 is that of rank 0 with any free port, or a file that all can write, a new one for each run. Nodes
 load their own data. Rank 0 saves, and with --resume it sends the snapshot to the others. If one
-process ends, the others fail in their next all-reduce, so start all again with --resume. Whoever
-can reach the port can join, so use a private network. docs/multinode.md helps if nodes cannot join
-or are slow. To make this file yours, edit the lines marked "your". ddp_torchrun.py restarts by
-itself, saves in mid-epoch, and serves one device, too.
+process ends, the others fail in their next all-reduce, or after --timeout. Start all again with
+--resume. Whoever can reach the port can join, so use a private network. docs/multinode.md helps if
+nodes cannot join or are slow. To make this file yours, edit the lines marked "your".
+ddp_torchrun.py restarts by itself, saves in mid-epoch, and runs on one device, too.
 """
 
 import argparse
@@ -97,7 +97,7 @@ class Trainer:
     @torch.no_grad()
     def _evaluate(self) -> tuple[torch.Tensor, torch.Tensor]:
         for buffer in self.model.buffers():
-            dist.broadcast(buffer, src=0)  # as DDP does before each step: the last changed them
+            dist.broadcast(buffer, src=0)  # DDP does so before a step, but this one changed them
         self.model.eval()
         loss_sum = torch.zeros((), device=self.device)
         correct = torch.zeros((), device=self.device)
@@ -175,7 +175,7 @@ def ddp_setup(local_rank: int, args: argparse.Namespace) -> torch.device:
             rank=args.rank + local_rank,
             world_size=args.world_size,
             timeout=datetime.timedelta(seconds=args.timeout),
-            device_id=None if device.type == "cpu" else device,
+            device_id=None if device.type == "cpu" else device,  # NCCL connects now, on this device
         )
     except Exception as error:  # torch raises nearly everything
         sys.exit(f"error: rank {args.rank + local_rank} cannot join at {args.address}: {error}")
@@ -202,17 +202,17 @@ def prepare_dataloader(
         dataset,
         batch_size=batch_size,
         sampler=sampler,
-        collate_fn=collate,  # our data sets return whole batches: for yours, delete this line
+        collate_fn=collate,  # for data sets that return whole batches, as ours do, and all others
         pin_memory=args.device not in ("cpu", "mps"),  # so copies overlap the computation
-        # num_workers, started so that they cannot hang beside the threads of NCCL or gloo.
+        # num_workers, started in the way that common/loader.py explains.
         **worker_options(args.num_workers),
     )
 
 
 def main(local_rank: int, args: argparse.Namespace) -> None:
-    # From here on SIGINT ends this process at once. Linux sends it, too, when the parent dies.
+    # SIGINT ends this rank at once. It comes from Ctrl-C, or from Linux if the parent was killed.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if not mp.parent_process().is_alive():  # or when it had died before this process asked Linux
+    if not mp.parent_process().is_alive():  # it was killed before mp.spawn asked Linux for SIGINT
         sys.exit(1)
     device = ddp_setup(local_rank, args)
     rank = dist.get_rank()
@@ -223,7 +223,7 @@ def main(local_rank: int, args: argparse.Namespace) -> None:
     test_data = prepare_dataloader(test_set, args.test_batch_size, test_shard, args)
     trainer = Trainer(model, train_data, test_data, optimizer, schedule, device, args)
     trainer.train(args.total_epochs)
-    dist.barrier()  # Rank 0 may still be saving. If another rank left first, it would fail.
+    dist.barrier()  # rank 0 may still be saving, and it would miss a rank that left now
     del trainer  # DDP keeps the group, whose threads could abort Python at its end
     dist.destroy_process_group()
 
@@ -232,7 +232,7 @@ def main(local_rank: int, args: argparse.Namespace) -> None:
 
 
 def spawn(args: argparse.Namespace) -> None:
-    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")  # it reports killed ranks
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")  # silent if a rank is killed
     try:
         mp.spawn(main, args=(args,), nprocs=args.nproc_per_node)
     except mp.ProcessExitedException as error:  # it has said why, unless a signal ended it
@@ -262,13 +262,13 @@ def read_snapshot(args: argparse.Namespace) -> dict | None:
 
 def open_snapshot(args: argparse.Namespace) -> dict | None:
     snapshot = [read_snapshot(args) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(snapshot)  # rank 0 reads it, because nodes may share no disk
+    dist.broadcast_object_list(snapshot)  # rank 0 reads it, so that all start from the same one
     return snapshot[0]
 
 
 def stop(signum: int, frame: object) -> None:
     signal.signal(signum, signal.SIG_IGN)  # once is enough
-    os.write(2, b"stopped: --resume goes on from the last snapshot\n")
+    os.write(2, b"stopped: --resume goes on from the last snapshot\n")  # print() may be busy
     sys.exit(128 + signum)  # the shells' number for a signal
 
 
@@ -281,14 +281,14 @@ def log(line: str, every_rank: bool = False) -> None:
 
 def default_backend(device: str) -> str | None:
     backend = dist.get_default_backend_for_device(device)  # NCCL, XCCL or gloo
-    backend = backend if dist.is_backend_available(backend) else "gloo"  # as on Windows
-    return backend if device in dist.Backend.backend_capability[backend] else None
+    backend = backend if dist.is_backend_available(backend) else "gloo"  # Windows has no NCCL
+    return backend if device in dist.Backend.backend_capability[backend] else None  # as for MPS
 
 
 def at_least(low: float) -> Callable[[str], float]:
     def number(text: str) -> float:
         value = type(low)(text)  # int or float
-        if not value >= low:
+        if not value >= low:  # true for nan, too
             raise argparse.ArgumentTypeError(f"{text} is less than {low}")
         return value
 
@@ -315,13 +315,15 @@ def parse_args() -> argparse.Namespace:
     add("--nproc-per-node", type=at_least(1), default=1, help="ranks that this call starts")
     add("--init-method", default="env://", help="tcp://host:port of rank 0, or file:///shared/new")
     rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
-    add("--rank", type=at_least(0), default=rank, help="of the first of them; default: $RANK")
-    add("--world-size", type=at_least(1), default=world_size, help="of all; default: $WORLD_SIZE")
+    add("--rank", type=at_least(0), default=rank, help="first rank of this call; default: $RANK")
+    add(
+        "--world-size", type=at_least(1), default=world_size, help="all ranks; default: $WORLD_SIZE"
+    )
     add("--epochs", type=at_least(1), help="the same as total_epochs")
     add("--no-cuda", action="store_true", help="the same as --device cpu")
     add("--backend", type=str.lower, help="nccl, gloo ...; default: what suits the device")
-    add("--timeout", type=at_least(1), default=600, help="seconds for a collective, or for a save")
-    add("--num-workers", type=at_least(0), default=0, help="loader processes; 4 for files, say")
+    add("--timeout", type=at_least(1), default=600, help="seconds that ranks wait for each other")
+    add("--num-workers", type=at_least(0), default=0, help="loader processes: try 4 for files")
     add("--log-interval", type=at_least(0), default=0, help="steps between loss lines (0: none)")
     add("--snapshot-path", default="checkpoint.pt")
     add("--resume", action="store_true", help="go on from the snapshot where there is one")
@@ -339,7 +341,7 @@ def parse_args() -> argparse.Namespace:
         parser.error(f"--snapshot-path {path}: name a file in a folder that you may write to")
     args.total_epochs = args.epochs or args.total_epochs
     address = args.init_method.replace("env://", "env://$MASTER_ADDR:$MASTER_PORT")
-    args.address = os.path.expandvars(address).replace("file://", "new file://")  # for messages
+    args.address = os.path.expandvars(address)  # for messages
     folder = Path(address.removeprefix("file://")).parent
     if address.startswith("file://") and not (folder.is_absolute() and folder.is_dir()):
         parser.error(f"--init-method {address}: write file:///folder/file, a new one for each run")
@@ -348,7 +350,7 @@ def parse_args() -> argparse.Namespace:
     last = args.rank + args.nproc_per_node - 1
     if last >= args.world_size:
         parser.error(f"rank {last} is not in a world of {args.world_size}: ranks count from 0")
-    args.first_device = int(os.environ.get("LOCAL_RANK", 0))  # where a call starts one process
+    args.first_device = int(os.environ.get("LOCAL_RANK", 0))  # srun's recipe exports it
     last, count = args.first_device + args.nproc_per_node - 1, torch.accelerator.device_count()
     if args.device != "cpu" and last >= count:
         parser.error(f"device {last} is not here: this node has {count} devices, counted from 0")

@@ -8,7 +8,7 @@
 It takes the accelerator that torch finds (CUDA, ROCm, XPU, MPS), or else the CPU. Ctrl-C ends it at
 once. --resume then goes on from the last snapshot and ends with the weights of a run that was never
 stopped (on an accelerator with --deterministic). To make this file yours, edit the lines marked
-"your". ddp_torchrun.py serves one device, too, and adds mixed precision, accumulation and stops
+"your". ddp_torchrun.py runs on one device, too, and adds mixed precision, accumulation and stops
 that save in mid-epoch.
 """
 
@@ -63,7 +63,7 @@ class Trainer:
         return loss.detach()
 
     def _run_epoch(self, epoch: int) -> torch.Tensor:
-        set_seed(self.args.seed, 0, epoch)  # 0: the rank
+        set_seed(self.args.seed, 0, epoch)  # 0 is the rank that this process would have under DDP
         self.train_data.sampler.generator.manual_seed(self.args.seed + epoch)  # another order
         name = self.device.type.upper().replace("CUDA", "GPU")
         steps = f"Batchsize: {self.args.batch_size} | Steps: {len(self.train_data)}"
@@ -159,9 +159,9 @@ def prepare_dataloader(
         dataset,
         batch_size=batch_size,
         sampler=sampler,
-        collate_fn=collate,  # our data sets return whole batches: for yours, delete this line
+        collate_fn=collate,  # for data sets that return whole batches, as ours do, and all others
         pin_memory=args.device not in ("cpu", "mps"),  # so copies overlap the computation
-        # num_workers, started so that they cannot hang beside the threads of NCCL or gloo.
+        # num_workers, started in the way that common/loader.py explains.
         **worker_options(args.num_workers),
     )
 
@@ -201,7 +201,7 @@ def open_snapshot(args: argparse.Namespace) -> dict | None:
 
 def stop(signum: int, frame: object) -> None:
     signal.signal(signum, signal.SIG_IGN)  # once is enough
-    os.write(2, b"stopped: --resume goes on from the last snapshot\n")
+    os.write(2, b"stopped: --resume goes on from the last snapshot\n")  # print() may be busy
     sys.exit(128 + signum)  # the shells' number for a signal
 
 
@@ -214,7 +214,7 @@ def log(line: str) -> None:
 def at_least(low: float) -> Callable[[str], float]:
     def number(text: str) -> float:
         value = type(low)(text)  # int or float
-        if not value >= low:
+        if not value >= low:  # true for nan, too
             raise argparse.ArgumentTypeError(f"{text} is less than {low}")
         return value
 
@@ -238,7 +238,7 @@ def parse_args() -> argparse.Namespace:
     add("--seed", type=at_least(0), default=42)
     add("--deterministic", action="store_true", help="deterministic kernels on an accelerator")
     add("--device", choices=devices, default=devices[0])
-    add("--num-workers", type=at_least(0), default=0, help="loader processes; 4 for files, say")
+    add("--num-workers", type=at_least(0), default=0, help="loader processes: try 4 for files")
     add("--log-interval", type=at_least(0), default=0, help="steps between loss lines (0: none)")
     add("--snapshot-path", default="checkpoint.pt")
     add("--resume", action="store_true", help="go on from the snapshot where there is one")
