@@ -23,11 +23,9 @@ import torch.multiprocessing as mp
 from helpers.jobs import ROOT, SCRIPTS, epochs, losses
 from helpers.parts import every_script, inner, set_up
 
-from common.data import make_digits
-
 SINGLE, PARALLEL, SPAWN, TORCHRUN, NODES = ((script,) for script in SCRIPTS)
 DDP = SPAWN + TORCHRUN + NODES
-ALONE = ("--init-method", "tcp://10.0.0.1:1000", "--no-cuda")
+OF_NINE = ("--init-method", "tcp://10.0.0.1:1000", "--rank", 0, "--world-size", 9, "--no-cuda")
 
 
 @pytest.fixture
@@ -79,7 +77,7 @@ def trained(tools: SimpleNamespace, script: str, *options: object) -> SimpleName
     job.saved = [int(line.split()[1]) for line in text.splitlines() if "saved at" in line]
     job.files = [name for name in os.listdir() if name not in files and "output" not in name]
     job.model = type(inner(trainer)).__name__
-    job.asked = getattr(tools.make, "asked", None)
+    job.asked = tools.make.asked
     job.compiled = len(compiled) > 0
     job.deterministic = all(kernels)  # before the group chooses its own, too
     loaders = (trainer.train_data, trainer.test_data)
@@ -101,13 +99,13 @@ def joined(tools: SimpleNamespace, script: str, *options: object) -> SimpleNames
     tools.patch.setattr(torch, "set_num_threads", lambda _: None)
     tools.patch.setattr(dist, "is_backend_available", lambda _: True)
     tools.patch.setattr(dist, "get_backend", lambda: "any")
+    tools.patch.setattr(dist, "get_rank", lambda: 0)
     tools.patch.setattr(
         dist,
         "init_process_group",
         lambda backend, **given: vars(job).update(given, backend=backend),
     )
     module, args = tools.parse(script, *options)
-    tools.patch.setattr(module, "open_store", lambda _: None, raising=False)
     if script in DDP:
         job.device = set_up(module, args)
         return job
@@ -122,48 +120,19 @@ def joined(tools: SimpleNamespace, script: str, *options: object) -> SimpleNames
 def started(tools: SimpleNamespace, script: str, *options: object) -> SimpleNamespace:
     """What its last lines do."""
     job = SimpleNamespace()
-
-    def load_dataset(*asked: object) -> tuple:
-        job.asked = asked
-        return make_digits(40, 0), make_digits(10, 1)
-
-    def spawn(_: Callable, given: tuple, processes: int, join: bool) -> SimpleNamespace:
-        job.processes = processes
-        return SimpleNamespace(join=lambda **_: True)
-
     tools.parse(script, *options)
-    tools.patch.setattr(mp, "spawn", spawn)
+    tools.patch.setattr(mp, "spawn", lambda _, args, nprocs: vars(job).update(processes=nprocs))
     tools.patch.setattr(signal, "signal", lambda *_: None)
-    tools.patch.setattr("common.data.load_dataset", load_dataset)
     runpy.run_path(str(ROOT / script), run_name="__main__")
     return job
 
 
-def loaded(tools: SimpleNamespace, script: str, *options: object) -> SimpleNamespace:
-    """What load_dataset() is asked for: by ddp_spawn.py's parent."""
-    return (started if script in SPAWN else trained)(tools, script, *options)
-
-
 def converted(tools: SimpleNamespace, script: str, *options: object) -> bool:
-    """Whether SyncBatchNorm takes the model. It refuses a CPU, which is put in after that."""
+    """Whether SyncBatchNorm takes the model."""
+    models, norm = [], torch.nn.SyncBatchNorm
     with tools.patch.context() as patch:
-        two_gpus(patch)
-        module, args = tools.parse(script, *options)
-    args.device, models = "cpu", []
-    with tools.patch.context() as patch:
-        patch.setattr(module, "parse_args", lambda: args)
-        patch.setattr(
-            torch.nn.SyncBatchNorm,
-            "convert_sync_batchnorm",
-            lambda model: models.append(model) or model,
-        )
-        return models == [inner(tools.make(script)[1])]
-
-
-def store(tools: SimpleNamespace, script: str, *options: object) -> str:
-    module, args = tools.parse(script, *options)
-    tools.patch.setattr(dist, "TCPStore", lambda host, port, **_: f"tcp://{host}:{port}")
-    return module.open_store(args)
+        patch.setattr(norm, "convert_sync_batchnorm", lambda model: models.append(model) or model)
+        return [inner(tools.make(script, *options)[1])] == models
 
 
 # --- the table ------------------------------------------------------------------------------------
@@ -197,7 +166,8 @@ class Row(NamedTuple):
 
 
 F32, BF16, F16 = (["torch.float32"], ["torch.bfloat16"], ["torch.float16"])
-SHARES = ([8] * 5, [7, 6, 7, 6, 7, 7])
+URL = lambda job: job.init_method  # noqa: E731
+STEPS = ([1, 2, 3, 4, 5], [1, 2, 3])  # of 8 samples, and of two times 8
 OPTIONS = (
     Row("total_epochs", (1, 3), lambda job: len(job.epochs)),
     Row("save_every", (1, 3), lambda job: job.saved, ([0, 1, 2, 3, 4], [2, 4])),
@@ -207,8 +177,8 @@ OPTIONS = (
     Row("--lr", (0.0, 0.05)),
     Row("--momentum", (0.0, 0.5)),
     Row("--dataset", ("digits", "cifar10"), lambda job: job.model, ("ConvNet", "LeNet")),
-    Row("--dataset", ("digits", "mnist"), lambda job: job.asked[0], look=loaded),
-    Row("--data-dir", ("a", "b"), lambda job: job.asked[1], look=loaded),
+    Row("--dataset", ("digits", "mnist"), lambda job: job.asked[0]),
+    Row("--data-dir", ("a", "b"), lambda job: job.asked[1]),
     Row("--model", ("mlp", "lenet"), lambda job: job.model, ("MLP", "LeNet")),
     Row("--seed", (0, 7)),
     Row("--deterministic", (False, True), lambda job: job.deterministic),
@@ -219,18 +189,17 @@ OPTIONS = (
     Row("--device", ("cuda", "cpu"), lambda job: job.device.type, (), SINGLE + DDP, joined),
     Row("--backend", ("nccl", "gloo"), lambda job: job.backend, (), DDP, joined),
     Row("--timeout", (1, 77), lambda job: job.timeout.total_seconds(), (), DDP, joined),
-    Row("--nproc-per-node", (1, 3), lambda job: job.processes, (), SPAWN + NODES, started),
-    Row("--accumulate", (1, 2), lambda job: job.batches, SHARES, TORCHRUN),
+    Row("--nproc-per-node", (1, 3), lambda job: job.processes, (), SPAWN, started),
+    Row("--nproc-per-node", (1, 3), lambda job: job.processes, (), NODES, started, OF_NINE),
+    Row("--accumulate", (1, 2), lambda job: job.steps, STEPS, TORCHRUN),
     Row("--amp", ("off", "bf16"), lambda job: sorted(job.types), (F32, BF16), TORCHRUN),
     Row("--amp", ("off", "fp16"), lambda job: sorted(job.types), (F32, F16), TORCHRUN),
     Row("--compile", (False, True), lambda job: job.compiled, (), TORCHRUN),
     Row("--sync-bn", (False, True), bool, (), TORCHRUN, converted),
     Row("--log-dir", ("a", "b"), lambda job: job.log_dir, (), TORCHRUN),
-    Row("--rank", (0, 3), lambda job: job.rank, (), NODES, joined, (*ALONE, "--world-size", 9)),
-    Row(
-        "--world-size", (1, 3), lambda job: job.world_size, (), NODES, joined, (*ALONE, "--rank", 0)
-    ),
-    Row("--init-method", ("tcp://10.0.0.1:1", "tcp://10.0.0.2:2"), str, (), NODES, store),
+    Row("--rank", (0, 3), lambda job: job.rank, (), NODES, joined, OF_NINE),
+    Row("--world-size", (1, 3), lambda job: job.world_size, (), NODES, joined, OF_NINE),
+    Row("--init-method", ("tcp://a:1", "tcp://b:2"), URL, (), NODES, joined),
     Row("--epochs", (1, 3), lambda job: len(job.epochs), (), NODES),
     Row("--no-cuda", (False, True), lambda job: job.device.type, ("cuda", "cpu"), NODES, joined),
 )

@@ -9,12 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 from helpers.files import load
 from helpers.jobs import LAUNCHES, ROOT, SCRIPTS, Job, epochs
-from helpers.parts import CPU
 
-from common.data import make_digits
 from common.model import build_model
 from common.seed import set_seed
 
@@ -32,6 +29,9 @@ def test_a_copy_of_a_script_and_common_learns_and_prints(tmp_path, fashion, laun
     # It is obeyed: of two cores, two processes would take one each, and one both.
     text = Job([*map(str, words)], elsewhere, {"OMP_NUM_THREADS": str(processes)}).finish()
     first = ["total_epochs: 2, save_every: 1, batch_size: 8"]
+    if script == "multinode.py":
+        (store,) = re.findall(r" at (.*file:///.*), up to 600 s$", text, re.M)
+        first.append(f"rank 0 waits for all 1 at {store}, up to 600 s")
     for rank in range(processes if script in SCRIPTS[2:] else 0):
         where = f"device cpu | backend gloo | threads {processes}"
         first.append(f"[rank {rank} of {processes}] {where}")
@@ -45,7 +45,7 @@ def test_a_copy_of_a_script_and_common_learns_and_prints(tmp_path, fashion, laun
     one, two = epochs(text)
     assert one["train_loss"] > two["train_loss"] > 0 and two["test_loss"] < one["test_loss"]
     assert two["accuracy"] == two["correct"] * 2 > 50 and two["total"] == 50 and two["rate"] > 0
-    set_seed(CPU, 42)
+    set_seed(42)
     first = build_model("mlp", (1, 28, 28)).state_dict()
     last = load(elsewhere / "checkpoint.pt")["model"]
     assert all((first[name] != last[name]).any() for name in first)
@@ -106,20 +106,3 @@ def test_tensorboard_files(make, capsys):
         values = [(event.step, round(event.value, 4)) for event in events.Scalars(tag)]
         assert values == [(line["epoch"], line[name]) for line in lines]
     assert len(events.Scalars("accuracy")) == len(lines) == 2
-
-
-@pytest.mark.parametrize("script", SCRIPTS[3:])
-def test_one_after_the_other_prepares_the_data(parse, monkeypatch, script):
-    """Rank 0, then the first process of each other node, then all: each but once."""
-    data, calls = (make_digits(10, 0), make_digits(10, 1)), []
-    module, args = parse(script)
-    monkeypatch.setattr(dist, "barrier", lambda: calls.append("barrier"))
-    monkeypatch.setattr(module, "load_dataset", lambda *_: calls.append("data") or data)
-    for rank, local_rank, turn in ((0, 0, 0), (2, 0, 1), (1, 1, 2), (3, 1, 2)):
-        calls.clear()
-        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
-        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
-        module.load_train_objs(args, *((local_rank,) if script == "multinode.py" else ()), CPU)
-        expected = ["barrier"] * 3
-        expected.insert(turn, "data")
-        assert calls == expected
