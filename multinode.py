@@ -315,12 +315,10 @@ def parse_args() -> argparse.Namespace:
     add("--nproc-per-node", type=at_least(1), default=1, help="ranks that this call starts")
     add("--init-method", default="env://", help="tcp://host:port of rank 0, or file:///shared/new")
     rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
-    add("--rank", type=at_least(0), default=rank, help="first rank of this call; default: $RANK")
-    add(
-        "--world-size", type=at_least(1), default=world_size, help="all ranks; default: $WORLD_SIZE"
-    )
+    add("--rank", type=at_least(0), default=rank, help="first rank of this call; else $RANK")
+    add("--world-size", type=at_least(1), default=world_size, help="all ranks; else $WORLD_SIZE")
     add("--epochs", type=at_least(1), help="the same as total_epochs")
-    add("--no-cuda", action="store_true", help="the same as --device cpu")
+    add("--no-cuda", dest="device", action="store_const", const="cpu", help="as --device cpu")
     add("--backend", type=str.lower, help="nccl, gloo ...; default: what suits the device")
     add("--timeout", type=at_least(1), default=600, help="seconds that ranks wait for each other")
     add("--num-workers", type=at_least(0), default=0, help="loader processes: try 4 for files")
@@ -329,7 +327,6 @@ def parse_args() -> argparse.Namespace:
     add("--resume", action="store_true", help="go on from the snapshot where there is one")
     args = parser.parse_args()
     args.model = args.model or DEFAULT_MODEL[args.dataset]
-    args.device = "cpu" if args.no_cuda else args.device
     args.backend = args.backend or default_backend(args.device)
     serves = dist.Backend.backend_capability.get(args.backend, [])
     if args.device not in serves or not dist.is_backend_available(args.backend):
@@ -367,7 +364,7 @@ if __name__ == "__main__":
     count = torch.accelerator.device_count()
     if args.device != "cpu" and "LOCAL_RANK" not in os.environ and args.nproc_per_node < count:
         log(f"only {args.nproc_per_node} of {count} devices: --nproc-per-node {count} uses all")
-    where = f"at {args.address}, up to {args.timeout} s"
-    log(f"rank {args.rank} waits for all {args.world_size} {where}")
+    world = f"all {args.world_size} at {args.address}"
+    log(f"rank {args.rank} waits for {world}, up to {args.timeout} s")
     spawn(args)
     log(f"Total time: {time.perf_counter() - start:.3f}s")
