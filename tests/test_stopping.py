@@ -1,29 +1,23 @@
 """Ctrl-C, SIGTERM or the death of a process ends the whole job, and nobody is left.
 
-Four scripts end at once; ddp_torchrun.py saves first. Jobs come first, and then who stops when and
-who waits for whom, in the tests' process. Stops of single ranks: test_resume.py.
+Four scripts end at once; ddp_torchrun.py saves first. While a rank hangs: test_failures.py.
 """
 
 import os
 import re
 import signal
 import time
-from types import SimpleNamespace
 
 import pytest
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from helpers.files import load, same_bytes
 from helpers.jobs import ALONE, TORCHRUN, Job
 
 SINGLE, PARALLEL = ("single_gpu.py",), ("data_parallel.py",)
 SPAWN2 = ("ddp_spawn.py", "--nproc-per-node", 2)
-NODE2 = ("multinode.py", *ALONE, "--nproc-per-node", 2)
+NODE2 = ("multinode.py", *ALONE, "--world-size", 2, "--nproc-per-node", 2)
 STOPPED = ["stopped: --resume goes on from the last snapshot"]
-KILLED = [
-    "error: process 1 terminated with signal SIGKILL: --resume goes on from the last snapshot"
-]
-ORDINARY = r"total_epochs: |\[rank |\[CPU|Epoch |W\d+ .*Terminating process"
+KILLED = ["error: process 1 terminated with signal SIGKILL"]
+ORDINARY = r"total_epochs: |rank 0 waits |\[rank |\[CPU|Epoch |W\d+ .*Terminating process"
 
 
 def end(job: Job, how: str) -> tuple[int, list[str]]:
@@ -44,6 +38,12 @@ def end(job: Job, how: str) -> tuple[int, list[str]]:
         for _ in range(2 if how == "Ctrl-C, twice" else 1):
             os.killpg(pid, signal.SIGINT)
     return (143 if "SIGTERM" in how else 130), STOPPED
+
+
+def wait_for_all(job: Job) -> None:
+    late = time.monotonic() + 60
+    while job.pids() and time.monotonic() < late:
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(
@@ -93,11 +93,9 @@ def test_torchruns_workers_save_in_mid_epoch(fork, start, tmp_path, fashion, how
     options = (1, *fashion(400, 10), "--model", "convnet", "--batch-size", 8, "--num-workers", 1)
     fork(launch, *options[:-2], "--snapshot-path", "whole.pt")
     job = start(launch, *options, "--log-interval", 1, LADDER_SLOW=0)
-    job.wait_for(r"^\[CPU\d\] Epoch 0 " if how == "SIGTERM to all" else r"Epoch 0 \| Step 7 ")
+    job.wait_for(r"Epoch 0 \| Step 7 ")
     end(job, how)
-    late = time.monotonic() + 60
-    while job.pids() and time.monotonic() < late:  # also where the parent has ended
-        time.sleep(0.05)
+    wait_for_all(job)  # also where the parent has ended
     text = job.finish(None)
     assert job.process.returncode == (-signal.SIGKILL if how == "SIGKILL of the parent" else 1)
     (seen,) = re.findall(r"^Epoch 0 \| Stopped at sample (\d+), saved$", text, re.M)
@@ -109,26 +107,45 @@ def test_torchruns_workers_save_in_mid_epoch(fork, start, tmp_path, fashion, how
     assert same_bytes(load(tmp_path / "checkpoint.pt"), whole)
 
 
-def test_the_ranks_ask_each_other_at_every_tenth_step_or_after_each_slow_one(make, monkeypatch):
+@pytest.mark.parametrize(
+    ("steps", "slow"),
+    [
+        (1, "0"),
+        (2, "0"),
+        pytest.param(99, "0:4", marks=pytest.mark.slow("its steps take four seconds")),
+    ],
+)
+def test_a_stop_is_heard_in_short_epochs_and_between_long_steps(
+    start, tmp_path, fashion, steps, slow
+):
+    """Only the last rank hears it. torchrun kills all after 30 seconds."""
+    data = fashion(16 * steps, 10)
+    job = start(TORCHRUN.format(2), 999, *data, "--batch-size", 8, fork=True, LADDER_SLOW=slow)
+    job.wait_for("Epoch 3 " if steps < 3 else "Epoch 0 ")
+    time.sleep(0 if steps < 3 else 5)
+    os.kill(job.workers()[-1], signal.SIGTERM)
+    (seen,) = re.findall(r"Stopped at sample (\d+), saved\n", job.finish(1, seconds=25))
+    assert load(tmp_path / "checkpoint.pt")["samples_seen"] == int(seen) < 16 * steps
+
+
+def test_the_ranks_ask_each_other_at_every_tenth_step_or_at_each_slow_one(make):
     """Ten slow ones may take longer than torchrun waits for a stop."""
     _, trainer = make("ddp_torchrun.py", "--batch-size", 2)
-    trainer.asked, trainer.ask_every = time.perf_counter(), 1
-    asked, all_reduce = [], dist.all_reduce
-    counted = lambda *args, **kwargs: asked.append(1) or all_reduce(*args, **kwargs)  # noqa: E731
-    monkeypatch.setattr(dist, "all_reduce", counted)
-    for seconds, every in ((2, 1), (0, 10), (11, 1), (2, 1), (0, 10), (9, 10)):
-        trainer.asked -= seconds
-        assert trainer._stop_agreed(10, last=False) == 0 and trainer.ask_every == every
-    assert len(asked) == 6
-    trainer._stop_agreed(11, last=False)
-    assert len(asked) == 6
-    trainer._stop_agreed(11, last=True)
-    assert len(asked) == 7
+    trainer.steps_between_questions = 1
+    for step, seconds, then in ((1, 0, 1), (2, 0.5, 10), (12, 9, 10), (22, 11, 1), (23, 2, 1)):
+        trainer.asked_at = time.perf_counter() - seconds
+        trainer._agree_on_stopping(step)
+        assert trainer.steps_between_questions == then and not trainer.stopping
 
 
-@pytest.mark.parametrize("script", ["ddp_spawn.py", "multinode.py"])
-def test_a_process_whose_parent_was_killed_meanwhile_ends(make, monkeypatch, script):
-    parents = iter([SimpleNamespace(is_alive=lambda: False)])
-    monkeypatch.setattr(mp, "parent_process", lambda: next(parents))
-    with pytest.raises(SystemExit, match="1"):
-        make(script)
+@pytest.mark.parametrize("launch", [SPAWN2, NODE2])
+def test_a_parent_that_is_killed_while_its_processes_start(start, fashion, launch):
+    """They end where they would have begun, and not after 999 epochs."""
+    script, *options = launch
+    job = start(script, 999, *options, *fashion(100, 10))
+    while len(job.workers()) < 2:
+        assert job.process.poll() is None, job.text
+        time.sleep(0.01)
+    os.kill(job.process.pid, signal.SIGKILL)
+    wait_for_all(job)  # they import torch first
+    assert "[rank" not in job.finish(-signal.SIGKILL)

@@ -8,7 +8,7 @@ LADDER_MD5=skip          torchvision takes CIFAR-10 files of any checksum
 LADDER_CHUNKS=n          nn.DataParallel splits over n devices, all of them the CPU
 LADDER_CPU=1             no accelerator is found, whatever the machine has (but in GPU tests)
 LADDER_ATEXIT=1          every process prints "Python ends" where Python does, and its threads
-LADDER_SLOW=rank         this rank sleeps for 0.3 s after every step of the optimizer
+LADDER_SLOW=rank[:s]     this rank sleeps for s or 0.3 seconds after every step of the optimizer
 """
 
 import functools
@@ -84,11 +84,12 @@ if hooks and not any("resource_tracker" in word for word in sys.orig_argv):
 
     if "SLOW" in hooks:
         sgd_step = torch.optim.SGD.step
+        slow_rank, seconds = hooks["SLOW"].partition(":")[::2]
 
         def slow_step(*args, **kwargs):
             result = sgd_step(*args, **kwargs)
-            if torch.distributed.get_rank() == int(hooks["SLOW"]):
-                time.sleep(0.3)
+            if torch.distributed.get_rank() == int(slow_rank):
+                time.sleep(float(seconds or 0.3))
             return result
 
         torch.optim.SGD.step = slow_step
