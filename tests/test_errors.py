@@ -23,7 +23,7 @@ DDP, ELASTIC, NODES = SCRIPTS[2:], SCRIPTS[3:4], SCRIPTS[4:]
 SPAWNS = ("ddp_spawn.py", "multinode.py")
 CHOOSES = tuple(script for script in SCRIPTS if script != "data_parallel.py")  # its device
 WORLD = "--world-size 2 --rank 1"
-AT = f"{WORLD} --init-method"
+FILE = f"{WORLD} --init-method file://"
 FOLDER = "name a file in a folder that you may write to"
 # Scripts, what is typed (variables of the environment first, as in a shell), how the line begins.
 MISTAKES = [
@@ -37,26 +37,19 @@ MISTAKES = [
     (SCRIPTS, "--snapshot-path no/x.pt", f"--snapshot-path no/x.pt: {FOLDER}"),
     (SCRIPTS, "--snapshot-path .", f"--snapshot-path .: {FOLDER}"),
     (SCRIPTS, "--snapshot-path /dev/null", f"--snapshot-path /dev/null: {FOLDER}"),
-    (DDP, "--backend nccl", "--backend nccl does not work on cpu here: leave it out"),
+    (DDP, "--backend NCCL", "--backend nccl does not work on cpu here: leave it out"),
     (DDP, "--backend pigeon", "--backend pigeon does not work on cpu here: leave it out"),
-    (ELASTIC, "--sync-bn", "--sync-bn needs an accelerator: leave it out on a CPU"),
     (ELASTIC, "TORCHELASTIC_MAX_RESTARTS=3", "torchrun's --max-restarts goes with --resume, or"),
     (ELASTIC, "RANK=0", "RANK is set, but not LOCAL_WORLD_SIZE: use torchrun, or unset RANK"),
-    (ELASTIC, "--log-dir runs", "--log-dir needs TensorBoard: pip install tensorboard"),
     (SPAWNS, "TORCHELASTIC_RUN_ID=x", "torchrun starts ddp_torchrun.py; this script starts its"),
     (NODES, "--rank 0", "give --rank and --world-size, or export RANK and WORLD_SIZE"),
     (NODES, "RANK=0", "give --rank and --world-size, or export RANK and WORLD_SIZE"),
-    (NODES, "--world-size 2 --rank 2", "rank 2 is not in a world of 2: they count from 0"),
-    (NODES, "RANK=2 WORLD_SIZE=2", "rank 2 is not in a world of 2: they count from 0"),
-    (NODES, "RANK=0 WORLD_SIZE=2 --nproc-per-node 2", "RANK counts processes: --nproc-per-node"),
-    (NODES, WORLD, "--init-method tcp://:: write tcp://host:port or file:///dir/file, or export"),
-    (NODES, f"{AT} localhost:7000", "--init-method localhost:7000: write tcp://host:port"),
-    (NODES, f"{AT} tcp://localhost", "--init-method tcp://localhost: write tcp://host:port"),
-    (NODES, f"{AT} tcp://:7000", "--init-method tcp://:7000: write tcp://host:port"),
-    (NODES, f"{AT} tcp://localhost:70000", "--init-method tcp://localhost:70000: Port out of"),
-    (NODES, f"{AT} tcp://no.such.host:1", "--init-method tcp://no.such.host:1: [Errno"),
-    (NODES, f"{AT} file://relative/path", "--init-method file://relative/path: write tcp://"),
-    (NODES, f"{AT} file:///no/such/folder/x", "--init-method file:///no/such/folder/x: write"),
+    (NODES, "RANK=x WORLD_SIZE=2", "argument --rank: invalid number value: 'x'"),
+    (NODES, "--world-size 2 --rank 2", "rank 2 is not in a world of 2: ranks count from 0"),
+    (NODES, "RANK=2 WORLD_SIZE=2", "rank 2 is not in a world of 2: ranks count from 0"),
+    (NODES, f"{WORLD} --nproc-per-node 2", "rank 2 is not in a world of 2: ranks count from 0"),
+    (NODES, f"{FILE}relative/path", "--init-method file://relative/path: write file:///folder/"),
+    (NODES, f"{FILE}/no/such/folder/x", "--init-method file:///no/such/folder/x: write file:///"),
 ]
 
 
@@ -65,11 +58,30 @@ MISTAKES = [
     [(script, typed, line) for scripts, typed, line in MISTAKES for script in scripts],
 )
 def test_a_mistake(refuse, monkeypatch, script, typed, line):
-    monkeypatch.setitem(sys.modules, "tensorboard", None)  # as if it were not installed
     words = typed.split()
     while words and words[0][0].isupper():
         monkeypatch.setenv(*words.pop(0).split("="))
     assert refuse(script, *words).startswith(line)
+
+
+def test_torchrun_repeats_no_mistake_at_a_restart(command_line, monkeypatch, capsys):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    for words in (["--lr", "nan"], ["--snapshot-path", "."]):
+        with pytest.raises(SystemExit, match="2"):
+            command_line("ddp_torchrun.py", *words).parse_args()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_what_torch_says_itself(make, monkeypatch):
+    """Of SyncBatchNorm on a CPU, and of TensorBoard that is not installed."""
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    for words, said in (
+        (("--sync-bn", "--model", "resnet18"), "SyncBatchNorm layers only work with GPU"),
+        (("--log-dir", "runs"), "tensorboard"),
+    ):
+        with pytest.raises((ValueError, ImportError), match=said):
+            make("ddp_torchrun.py", *words)[1].train(1)
+    assert not Path("checkpoint.pt").exists()
 
 
 @pytest.mark.parametrize(
@@ -78,7 +90,7 @@ def test_a_mistake(refuse, monkeypatch, script, typed, line):
         ("run", ("single_gpu.py",)),
         ("fork", ("data_parallel.py",)),
         ("fork", ("ddp_spawn.py",)),
-        ("fork", ("multinode.py", *ALONE, "--nproc-per-node", 2)),
+        ("fork", ("multinode.py", *ALONE[:-1], 2, "--nproc-per-node", 2)),
         ("run", (TORCHRUN.format(2),)),
     ],
 )
@@ -90,7 +102,7 @@ def test_a_mistake_on_the_command_line(request, tmp_path, fashion, how, launch):
     text = start(*launch, 1, *fashion(100, 10), "--resume", status=1)
     line = r"^error: checkpoint.pt is not a snapshot of these scripts \(.*\)\n"
     before, after = re.split(line, text, flags=re.M)
-    ordinary = re.compile(r"total_epochs: |\[rank |W\d+ ")
+    ordinary = re.compile(r"total_epochs: |\[?rank |W\d+ ")
     assert all(ordinary.match(line) for line in before.splitlines()), text
     assert not after or launch[0] not in SCRIPTS[:2], text
     assert snapshot.read_text() == "not one"
