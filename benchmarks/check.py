@@ -54,7 +54,7 @@ def check(trainer: Any, total_epochs: int) -> int:
 
     All ranks must call this. It takes some ten seconds, or about twenty steps where these are slow.
     It uses the trainer's `model` (DDP), `optimizer`, `train_data` (which yields (source, targets)),
-    `args` and `_run_batch(source, targets, size)`, where `size` is that of the global batch. The
+    `args` and `_run_batch(source, targets)`, which splits its batch by `args.batch_size`. The
     gradients change, and BatchNorm's statistics; the weights do not.
 
     Raises:
@@ -104,14 +104,9 @@ def measure(trainer: Any, gradient: torch.Tensor) -> Rank:
     trainer.model.train()
     source, targets = fetch()
     samples = len(targets)
-    # The global batch's size decides how many micro-batches there are, so all must name the same.
-    share = torch.tensor(samples, device=device)
-    dist.all_reduce(share, op=dist.ReduceOp.MIN)
-    share = share.item()
-    size = share * dist.get_world_size()
 
     def step() -> None:
-        trainer._run_batch(*fetch(), size)
+        trainer._run_batch(*fetch())
 
     timed(step, device)  # the first ones are slow
     slowest = torch.tensor(timed(step, device), device=device)
@@ -120,12 +115,12 @@ def measure(trainer: Any, gradient: torch.Tensor) -> Rank:
     waits.clear()
     whole = timed(step, device, repeats)
     wait = statistics.mean(waits)
-    ready = timed(lambda: trainer._run_batch(source, targets, size), device, repeats)
+    ready = timed(lambda: trainer._run_batch(source, targets), device, repeats)
 
     def compute(first: int = samples) -> None:
         part = tree_map_only(torch.Tensor, lambda tensor: tensor[:first], (source, targets))
         with trainer.model.no_sync():
-            trainer._run_batch(*part, min(first, share) * dist.get_world_size())
+            trainer._run_batch(*part)
 
     together = timed(compute, device, repeats)
     alone = together
@@ -133,9 +128,12 @@ def measure(trainer: Any, gradient: torch.Tensor) -> Rank:
         idle = dist.get_rank() > 0
         # DDP sends buffers only in the pass after one with all-reduce: not here, where none waits.
         alone = timed((lambda: None) if idle else compute, device, repeats)
-    micro_batches = getattr(trainer.args, "accumulate", 0)
-    fewer = min(samples, max(2, 2 * micro_batches, samples // 2))  # BatchNorm needs two
+    # Half the samples in as many micro-batches, so these are halved; BatchNorm needs two in each.
+    whole_batch = trainer.args.batch_size
+    half = trainer.args.batch_size = max(2, whole_batch // 2)
+    fewer = min(samples, max(2, samples * half // whole_batch))
     saved = together - timed(lambda: compute(fewer), device, repeats)  # on all ranks, as it waits
+    trainer.args.batch_size = whole_batch
     fixed = together
     if fewer < samples:
         fixed -= min(together, max(0.0, saved) * samples / (samples - fewer))
