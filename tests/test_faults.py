@@ -20,7 +20,7 @@ from helpers.jobs import ALONE, SCRIPTS, TORCHRUN, Job, command
 LAUNCHES = {script: (script,) for script in SCRIPTS}
 LAUNCHES["ddp_torchrun.py"] = (TORCHRUN.format(2), "--resume", "--timeout", 10)
 LAUNCHES["ddp_spawn.py"] += ("--nproc-per-node", 2, "--timeout", 10)
-LAUNCHES["multinode.py"] += (*ALONE, "--nproc-per-node", 2, "--timeout", 10)
+LAUNCHES["multinode.py"] += (*ALONE, "--world-size", 2, "--nproc-per-node", 2, "--timeout", 10)
 SIGNALS = ("SIGKILL", "SIGTERM", "SIGINT")
 OF_ONE = [*((name, "all") for name in SIGNALS), ("full", "disk")]
 OF_SEVERAL = [*OF_ONE, *((name, whom) for name in SIGNALS for whom in ("parent", "rank"))]
@@ -33,8 +33,7 @@ def begin(hosts: Hosts | None, script: str, options: tuple, folder: Path, fork: 
     if not hosts:
         launch, *more = LAUNCHES[script]
         launch = launch if fork else launch.replace("=2", "=2 --max-restarts=3")
-        env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        return [Job(command(launch, *options, *more), folder, env, fork)]
+        return [Job(command(launch, *options, *more), folder, {}, fork)]
     jobs = []
     for rank in (0, 1):
         words, env = command(script, *options, "--timeout", 10), hosts.exported(rank)

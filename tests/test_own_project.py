@@ -1,4 +1,4 @@
-"""A script turned into one's own project: the lines marked "load your" edited, and no other."""
+"""A script turned into one's own project: the lines marked "your" edited, and no other."""
 
 import os
 import re
@@ -42,14 +42,18 @@ def losses(outputs, *given, **named):
     return sum(F.cross_entropy(values, *given, **named) for values in outputs.values())
 
 
+def split(source, size):
+    return [*zip(*(part.split(size) for part in source))]
+
+
 class Trainer:
 """
 MARKS = {
     "loss = F.cross_entropy(": "loss = losses(",
-    "source.to(self.device, non_blocking=self.pinned)": "[part.to(self.device) for part in source]",
+    "source.to(self.device, non_blocking=data.pin_memory)": "[s.to(self.device) for s in source]",
     "loss_sum += F.cross_entropy(output,": "loss_sum += F.cross_entropy(output['logits'],",
     "(output.argmax": "(output['logits'].argmax",
-    "load_dataset(args.dataset, args.data_dir)": "Pairs(65), Pairs(9)",
+    "load_dataset(args.dataset, args.data_dir)": "Pairs(68), Pairs(21)",
     "build_model(args.model, train_set[0][0].shape)": "Own()",
     "ConstantLR(optimizer, factor=1)": "CosineAnnealingLR(optimizer, 4)",
 }
@@ -57,7 +61,7 @@ PLAIN = {"self.model(source)": "self.model(*source)"}
 DDP = {"self.model.module(source)": "self.model.module(*source)"}
 MICRO = {
     "self.model(micro_source)": "self.model(*micro_source)",
-    "source.tensor_split(parts)": "zip(*(part.tensor_split(parts) for part in source))",
+    "source.split(": "split(source, ",
 }
 
 
@@ -69,8 +73,9 @@ def edited(folder: Path, script: str, marks: dict[str, str]) -> str:
         marked = [number for number, line in enumerate(lines) if old in line]
         assert marked, f"{script} has no {old}"
         for number in marked:
-            assert "# load your " in lines[number], f"{script} has this unmarked: {lines[number]}"
-            lines[number] = lines[number].replace(old, new)
+            line = lines[number]
+            assert re.search("# (load )?your ", line), f"{script} has this unmarked: {line}"
+            lines[number] = line.replace(old, new)
     (folder / script).write_text("".join(lines))
     shutil.copytree(ROOT / "common", folder / "common", dirs_exist_ok=True)
     return str(folder / script)
@@ -82,17 +87,20 @@ def test_a_mark_that_is_not_there_is_named(tmp_path):
 
 
 TORCHRUN2 = "torchrun --standalone --nproc_per_node=2"
-NODE = ("--init-method", "file://new", "--rank", 0, "--world-size", 1, "--nproc-per-node", 2)
+NODE = ("--init-method", "file://new", "--rank", 0, "--world-size", 4, "--nproc-per-node", 4)
 
 
 def test_every_script_trains_ones_own_project_to_the_same_weights(tmp_path):
-    """Two inputs, a dictionary of outputs, a head for training only, a schedule, 65 samples."""
+    """Two inputs, a dictionary of outputs, a head for training only, and a schedule.
+
+    Of 68 samples the last batch is short. With --accumulate it has a short micro-batch, too.
+    """
     made = {}
     for script, marks, launch, options in (
-        ("single_gpu.py", PLAIN, "python", (6,)),
-        ("data_parallel.py", PLAIN, "python", (6,)),
-        ("ddp_spawn.py", PLAIN | DDP, "python", (3,)),
-        ("ddp_torchrun.py", DDP | MICRO, TORCHRUN2, (1, "--accumulate", 3)),
+        ("single_gpu.py", PLAIN, "python", (12,)),
+        ("data_parallel.py", PLAIN, "python", (12,)),
+        ("ddp_spawn.py", PLAIN | DDP, "python", (6,)),
+        ("ddp_torchrun.py", DDP | MICRO, TORCHRUN2, (3, "--accumulate", 2)),
         ("multinode.py", PLAIN | DDP, "python", (3, *NODE)),
     ):
         path = edited(tmp_path, script, MARKS | marks)
@@ -102,7 +110,7 @@ def test_every_script_trains_ones_own_project_to_the_same_weights(tmp_path):
         made[script] = load(tmp_path / "checkpoint.pt"), lines
     assert {*made} == {*SCRIPTS}
     first, lines = made["single_gpu.py"]
-    assert lines[1]["train_loss"] < lines[0]["train_loss"] and lines[1]["total"] == 9
+    assert lines[1]["train_loss"] < lines[0]["train_loss"] and lines[1]["total"] == 21
     assert "aside.weight" in first["model"]
     for script, (snapshot, its_lines) in made.items():
         assert its_lines == lines, script

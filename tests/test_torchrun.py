@@ -1,8 +1,10 @@
 """torchrun starts ddp_torchrun.py in every usual way, restarts it, and reports what has failed."""
 
+import os
 import re
 import shutil
-import time
+import signal
+import socket
 
 import pytest
 from helpers.files import difference, load, same_bytes
@@ -10,8 +12,6 @@ from helpers.hosts import require
 from helpers.jobs import TORCHRUN, epochs, losses
 
 RESTARTS = "torchrun --standalone --nproc_per_node=2 --max-restarts={} ddp_torchrun.py"
-# Without it, most restarts on torchrun's own rendezvous store fail; README says so.
-SHARED_STORE_OFF = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": 1}
 
 
 @pytest.mark.slow("five launches of real command lines")
@@ -42,8 +42,7 @@ def test_a_restart_goes_on_from_the_last_snapshot_and_a_report_names_the_rank(
     """Rank 1 raises in its seventh forward pass, in training or evaluation; an epoch has five."""
     options = fashion(200, 10)
     fork(TORCHRUN.format(2), 2, *options, "--snapshot-path", "whole.pt")
-    env = {**SHARED_STORE_OFF, "LADDER_RAISE": "1:7"}
-    text = run(RESTARTS.format(1), 3, *options, "--resume", status=1, **env)
+    text = run(RESTARTS.format(1), 3, *options, "--resume", status=1, LADDER_RAISE="1:7")
     assert text.count("No snapshot at ") == 1
     assert text.count("Resuming training from snapshot at Epoch 1\n") == 1
     assert [line["epoch"] for line in epochs(text)] == [0, 1]
@@ -54,15 +53,35 @@ def test_a_restart_goes_on_from_the_last_snapshot_and_a_report_names_the_rank(
     assert re.search(r'ddp_torchrun.py", line \d+, in _run_batch', report)
 
 
-@pytest.mark.parametrize("variable", ["LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT"])
-def test_a_mistake_is_said_by_one_process_and_once(command_line, monkeypatch, capsys, variable):
-    """The others wait until torchrun ends them. What the first one says: test_errors.py."""
-    waited = []
-    monkeypatch.setattr(time, "sleep", waited.append)
-    monkeypatch.setenv(variable, "1")
+@pytest.mark.slow("real command lines, started again and again")
+@pytest.mark.parametrize(
+    ("rank", "address"), [(1, ""), (0, " --master_addr=localhost --master_port={}")]
+)
+def test_a_killed_rank_is_restarted_as_often_as_it_takes(
+    start, fork, tmp_path, fashion, rank, address
+):
+    """Three times, in one node's store, which torchrun keeps for all attempts (pytorch#135712)."""
+    options = (6, *fashion(200, 10))
+    fork(TORCHRUN.format(2), *options, "--snapshot-path", "whole.pt")
+    with socket.create_server(("localhost", 0)) as free:
+        address = address.format(free.getsockname()[1])
+    launch = f"torchrun --nproc_per_node=2 --max-restarts=3{address} ddp_torchrun.py"
+    job = start(launch, *options, "--resume", LADDER_SLOW=0)
+    for epoch in (0, 2, 4):
+        job.wait_for(f"^Epoch {epoch} .* checkpoint saved")
+        os.kill(job.workers()[rank], signal.SIGKILL)
+    text = job.finish()
+    assert text.count(f"[rank {rank} of 2] ") == 4
+    assert text.count("Resuming training from snapshot at Epoch ") == 3
+    assert same_bytes(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt"))
+
+
+def test_a_mistake_is_said_at_the_first_attempt_only(command_line, monkeypatch, capsys):
+    """By each rank. What it says: test_errors.py."""
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     with pytest.raises(SystemExit, match="2"):
         command_line("ddp_torchrun.py", "--lr", -1).parse_args()
-    assert waited == [5] and not capsys.readouterr().err
+    assert not capsys.readouterr().err
 
 
 @pytest.mark.slow("compiles twice")
