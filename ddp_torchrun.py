@@ -31,7 +31,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before the group exists: its defaults would keep that alive
+import torch.distributed.nn  # DDP would import it later, and its functions would keep the group
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -333,8 +333,7 @@ def main(args: argparse.Namespace) -> int:
     log(f"Total time: {time.perf_counter() - start:.3f}s")
     stopped = trainer.stopping
     dist.barrier()  # rank 0 may still be saving, and it would miss a rank that left now
-    del trainer  # DDP keeps the group, whose threads could abort Python at its end
-    dist.destroy_process_group()
+    dist.destroy_process_group()  # or its threads may abort Python at its end (pytorch#179291)
     return 143 if stopped else 0  # epochs are left, which torchrun must take for a failure
 
 

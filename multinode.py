@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before the group exists: its defaults would keep that alive
+import torch.distributed.nn  # DDP would import it later, and its functions would keep the group
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
@@ -224,8 +224,7 @@ def main(local_rank: int, args: argparse.Namespace) -> None:
     trainer = Trainer(model, train_data, test_data, optimizer, schedule, device, args)
     trainer.train(args.total_epochs)
     dist.barrier()  # rank 0 may still be saving, and it would miss a rank that left now
-    del trainer  # DDP keeps the group, whose threads could abort Python at its end
-    dist.destroy_process_group()
+    dist.destroy_process_group()  # or its threads may abort Python at its end (pytorch#179291)
 
 
 # --- stops, snapshots read, messages and options: skip these on a first reading ---------------
