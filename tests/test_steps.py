@@ -118,5 +118,5 @@ def test_no_sample_is_lost_where_other_ranks_go_on_in_mid_epoch(make, monkeypatc
         for trainer.world_size in (1, 2, 3, 4):
             trainer._load_snapshot()
             rest = [*chain(*shards(trainer.world_size, trainer.epoch, trainer.samples_seen))]
-            assert {*seen, *rest} == {*range(count)}
+            assert {*seen, *rest} == {*range(count)} and rest[0] == order[trainer.samples_seen]
             assert len(seen) + len(rest) < count + 2 * trainer.world_size
