@@ -14,21 +14,19 @@ import pytest.__main__
 from helpers.jobs import ROOT, Job
 
 SINGLE, PARALLEL, SPAWN = "single_gpu.py", "data_parallel.py", "ddp_spawn.py"
-TORCHRUN, NODES, DATA = "ddp_torchrun.py", "multinode.py", "common/data.py"
+TORCHRUN, NODES = "ddp_torchrun.py", "multinode.py"
+DATA, LOADER = "common/data.py", "common/loader.py"
 
 # test: [(file, a piece that it has once, what stands there instead), ...]
 MUTANTS = {
     "test_same_job.py::test_the_same_steps_on_every_sample_once": [
-        (SPAWN, "loss * len(targets) * self.world_size / size", "loss"),
-        (TORCHRUN, "len(micro_targets) * self.world_size / size", "1 / parts"),
-        (NODES, "set_seed(device, args.seed)  #", "set_seed(device, args.seed, rank)  #"),
-        (DATA, "order[first + self.rank :", "order[first :"),
-        (DATA, "[size] * (steps - larger) + [size + 1] * larger", "[size] * steps"),
-        (SPAWN, "range(rank, len(test_set), world_size)", "range(len(test_set))"),
+        (SPAWN, "DistributedSampler(train_set, seed=args.seed)", "DistributedSampler(train_set)"),
+        (NODES, "set_seed(args.seed)", "set_seed(args.seed, dist.get_rank())"),
+        (SPAWN, "range(rank, len(test_set), dist.get_world_size())", "range(len(test_set))"),
         (NODES, "dist.all_reduce(loss_sum)", "pass"),
     ],
-    "test_same_job.py::test_no_share_is_empty_with_batches_of_one": [
-        (DATA, "remaining // self.world_size)", "remaining)"),
+    "test_same_job.py::test_no_sample_is_lost_where_the_processes_do_not_divide_the_data": [
+        (NODES, "(train_set, seed=args.seed)", "(train_set, seed=args.seed, drop_last=True)"),
         (DATA, "def make_digits(", "def make_digits("),  # no mutant: the test must pass
     ],
     "test_steps.py::test_evaluation_is_with_the_buffers_of_rank_0_and_not_through_ddp": [
@@ -38,34 +36,37 @@ MUTANTS = {
         (NODES, "dist.broadcast(buffer, src=0)", "pass"),
         (SPAWN, "dist.all_reduce(sums)", "pass"),
     ],
-    "test_steps.py::test_every_rank_takes_as_many_micro_batches": [
-        (TORCHRUN, "size // self.world_size)", "size)"),
-    ],
-    "test_steps.py::test_a_step_is_on_the_mean_over_the_global_batch": [
+    "test_steps.py::test_a_step_is_on_the_mean_over_the_batch": [
         (TORCHRUN, "else self.model.no_sync()", "else contextlib.nullcontext()"),
+        (TORCHRUN, "loss * len(micro_targets) / len(targets)", "loss / len(sources)"),
+        (NODES, "self.optimizer.zero_grad()", "pass"),
+    ],
+    "test_steps.py::test_no_sample_is_lost_where_other_ranks_go_on_in_mid_epoch": [
+        (TORCHRUN, "seen - seen % self.world_size", "seen + seen % self.world_size"),
+        (TORCHRUN, "samples_seen // self.num_replicas", "samples_seen"),
     ],
     "test_steps.py::test_copies_are_waited_for_unless_memory_is_pinned": [
-        (SPAWN, 'device.type not in ("cpu", "mps")', "True"),
+        (SPAWN, 'args.device not in ("cpu", "mps")', "True"),
     ],
     "test_steps.py::test_dropout_in_training_and_all_units_in_evaluation": [
         (PARALLEL, "self.model.eval()", "pass"),
         (SINGLE, "self.model.train()", "pass"),
     ],
-    "test_steps.py::test_ddp_has_its_order_of_summation_before_training": [
-        (TORCHRUN, "self._settle_buckets()\n", "pass\n"),
-    ],
     "test_seed.py::test_each_epoch_has_its_order_and_its_random_numbers": [
-        (SINGLE, "set_seed(self.device, self.args.seed, 0, epoch)", "pass"),
-        (PARALLEL, "batch_sampler.set_epoch(epoch)", "batch_sampler.set_epoch(0)"),
+        (SINGLE, "set_seed(self.args.seed, 0, epoch)", "pass"),
+        (PARALLEL, "manual_seed(self.args.seed + epoch)", "manual_seed(self.args.seed)"),
+        (SPAWN, "sampler.set_epoch(epoch)", "sampler.set_epoch(0)"),
         (NODES, "self.args.seed, self.rank, epoch)", "self.args.seed, epoch)"),
     ],
     "test_seed.py::test_loading_data_draws_nothing_from_the_models_numbers": [
-        (SPAWN, "torch.Generator().manual_seed(torch.initial_seed())", "None"),
+        (TORCHRUN, "torch.Generator().manual_seed(args.seed + dist.get_rank())", "None"),
+    ],
+    "test_seed.py::test_each_ranks_loader_workers_draw_numbers_of_their_own": [
+        (TORCHRUN, "args.seed + dist.get_rank()", "args.seed"),
     ],
     "test_snapshots.py::test_a_snapshot_is_written_whole_or_not_at_all": [
         (SINGLE, "os.fsync(file.fileno())", "pass"),
-        (PARALLEL, "temporary.unlink(missing_ok=True)", "pass"),
-        (NODES, 'Path(f"{self.args.snapshot_path}.tmp")', "Path(self.args.snapshot_path)"),
+        (NODES, 'f"{self.args.snapshot_path}.tmp"', "self.args.snapshot_path"),
     ],
     "test_snapshots.py::test_saved_every_nth_epoch_and_after_the_last": [
         (SPAWN, " or self.epoch == total_epochs", ""),
@@ -92,24 +93,28 @@ MUTANTS = {
     ],
     "test_resume.py::test_a_stop_in_mid_epoch_goes_on_at_any_world_size": [
         (TORCHRUN, "op=dist.ReduceOp.MAX", "op=dist.ReduceOp.MIN"),
-        (TORCHRUN, '"loss_sum", 0) if self.rank == 0', '"loss_sum", 0) if True'),
+        (TORCHRUN, "+= len(targets) * self.world_size", "+= len(targets)"),
     ],
     "test_stopping.py::test_a_job_ends_at_once_and_keeps_its_last_snapshot": [
         (SINGLE, "signal.signal(signal.SIGTERM, stop)", "pass"),
         (PARALLEL, "sys.exit(128 + signum)", "sys.exit(1)"),
-        (SPAWN, "worker_init_fn=follow,", ""),
+        (LOADER, '"worker_init_fn": _end_with_the_rank,', ""),
     ],
     "test_stopping.py::test_torchruns_workers_save_in_mid_epoch[SIGKILL of the parent]": [
-        (TORCHRUN, "signal.SIGTERM if orphaned else stop_signal", "stop_signal"),
+        (TORCHRUN, " or (dist.is_torchelastic_launched() and os.getppid() != LAUNCHER)", ""),
     ],
-    "test_stopping.py::test_the_ranks_ask_each_other_at_every_tenth_step_or_after_each_slow_one": [
-        (TORCHRUN, "1 if slow_anywhere else 10", "10"),
+    "test_stopping.py::test_a_stop_is_heard_in_short_epochs_and_between_long_steps": [
+        (TORCHRUN, "(step - 1) % self.steps_between_questions == 0", "step % 10 == 0"),
+        (TORCHRUN, "1 if slow or step == 1 else 10", "10"),
     ],
-    "test_stopping.py::test_a_process_whose_parent_was_killed_meanwhile_ends": [
+    "test_stopping.py::test_the_ranks_ask_each_other_at_every_tenth_step_or_at_each_slow_one": [
+        (TORCHRUN, " / self.steps_between_questions", ""),
+    ],
+    "test_stopping.py::test_a_parent_that_is_killed_while_its_processes_start": [
         (SPAWN, "if not mp.parent_process().is_alive():", "if False:"),
     ],
-    "test_failures.py::test_a_stop_request_or_a_killed_rank_while_another_rank_hangs": [
-        (SPAWN, "grace_period=2", ""),
+    "test_failures.py::test_a_stop_or_a_death_while_another_rank_hangs": [
+        (SPAWN, "process.kill()", "process.join()"),
     ],
     "test_failures.py::test_what_is_registered_for_the_end_is_run": [
         (SPAWN, "import torch.distributed.nn  #", "#"),
@@ -117,7 +122,7 @@ MUTANTS = {
     "test_errors.py::test_a_mistake": [
         (SINGLE, "not os.access(path.parent, os.W_OK)", "False"),
         (SPAWN, "args.device not in serves or", "args.device in serves and"),
-        (NODES, "not 0 <= args.rank < args.world_size", "args.rank < 0"),
+        (NODES, "if last >= args.world_size:", "if False:"),
     ],
     "test_devices.py::test_a_process_for_each_device_and_no_more": [
         (SPAWN, "args.nproc_per_node > count:", "False:"),
@@ -126,12 +131,22 @@ MUTANTS = {
         (SPAWN, "torch.get_num_threads() // args.nproc_per_node", "torch.get_num_threads()"),
         (TORCHRUN, 'os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)', "pass"),
     ],
-    "test_joining.py::test_who_is_missing_double_or_of_another_world": [
-        (NODES, "if store.add(", "if 0 * store.add("),
-        (NODES, "if told != world:", "if False:"),
+    "test_devices.py::test_each_attempt_of_a_node_has_keys_of_its_own": [
+        (TORCHRUN, 'os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store', '"0", store'),
     ],
-    "test_joining.py::test_calls_on_one_host_share_its_cores_and_devices": [
-        (NODES, "hosts[: args.rank].count(here)", "0"),
+    "test_joining.py::test_ranks_count_processes": [
+        (NODES, "rank=args.rank + local_rank", "rank=args.rank"),
+        (NODES, 'os.environ.get("LOCAL_RANK", 0)', "0"),
+    ],
+    "test_multinode.py::test_who_cannot_join_says_its_rank_and_the_address": [
+        (NODES, 'at {args.address}: {error}"', '{error}"'),
+    ],
+    "test_own_project.py::test_random_augmentation_in_a_run_that_is_stopped_and_resumed": [
+        (
+            TORCHRUN,
+            "set_seed(self.args.seed, self.rank, epoch, self.samples_seen)\n            if",
+            "if",
+        ),
     ],
     "test_options.py::test_an_option_is_in_force[--amp-ddp_torchrun.py0]": [
         (TORCHRUN, 'enabled=args.amp != "off"', "enabled=False"),
@@ -156,7 +171,7 @@ def text(file: str) -> str:
     return (ROOT / file).read_text()
 
 
-@pytest.mark.slow("55 runs of pytest")
+@pytest.mark.slow("59 runs of pytest")
 @pytest.mark.parametrize(("test", "file", "piece", "other"), ALL)
 def test_a_broken_script_is_noticed(tmp_path, test, file, piece, other):
     copy = tmp_path / "copy"

@@ -40,15 +40,10 @@ def end(job: Job, how: str) -> tuple[int, list[str]]:
     return (143 if "SIGTERM" in how else 130), STOPPED
 
 
-def wait_for_all(job: Job) -> None:
-    late = time.monotonic() + 60
-    while job.pids() and time.monotonic() < late:
-        time.sleep(0.05)
-
-
 @pytest.mark.parametrize(
     ("launch", "how", "forked"),
     [
+        ((*SPAWN2, "--num-workers", 1), "SIGKILL of rank 1", True),
         (SINGLE, "SIGTERM", True),
         (SINGLE, "Ctrl-C, twice", True),
         (PARALLEL, "SIGTERM", True),
@@ -59,7 +54,6 @@ def wait_for_all(job: Job) -> None:
         (SPAWN2, "Ctrl-C", False),
         (SPAWN2, "SIGKILL of the parent", True),
         (SPAWN2, "SIGKILL of rank 1", True),
-        ((*SPAWN2, "--num-workers", 1), "SIGKILL of rank 1", True),
         (NODE2, "SIGTERM to all", True),
         (NODE2, "Ctrl-C, twice", True),
         (NODE2, "SIGKILL of the parent", True),
@@ -95,7 +89,9 @@ def test_torchruns_workers_save_in_mid_epoch(fork, start, tmp_path, fashion, how
     job = start(launch, *options, "--log-interval", 1, LADDER_SLOW=0)
     job.wait_for(r"Epoch 0 \| Step 7 ")
     end(job, how)
-    wait_for_all(job)  # also where the parent has ended
+    late = time.monotonic() + 60
+    while job.pids() and time.monotonic() < late:  # also where the parent has ended
+        time.sleep(0.05)
     text = job.finish(None)
     assert job.process.returncode == (-signal.SIGKILL if how == "SIGKILL of the parent" else 1)
     (seen,) = re.findall(r"^Epoch 0 \| Stopped at sample (\d+), saved$", text, re.M)
@@ -147,5 +143,7 @@ def test_a_parent_that_is_killed_while_its_processes_start(start, fashion, launc
         assert job.process.poll() is None, job.text
         time.sleep(0.01)
     os.kill(job.process.pid, signal.SIGKILL)
-    wait_for_all(job)  # they import torch first
+    late = time.monotonic() + 60  # they import torch first
+    while job.pids() and "[rank" not in job.text and time.monotonic() < late:
+        time.sleep(0.05)
     assert "[rank" not in job.finish(-signal.SIGKILL)

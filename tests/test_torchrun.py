@@ -76,14 +76,6 @@ def test_a_killed_rank_is_restarted_as_often_as_it_takes(
     assert same_bytes(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt"))
 
 
-def test_a_mistake_is_said_at_the_first_attempt_only(command_line, monkeypatch, capsys):
-    """By each rank. What it says: test_errors.py."""
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    with pytest.raises(SystemExit, match="2"):
-        command_line("ddp_torchrun.py", "--lr", -1).parse_args()
-    assert not capsys.readouterr().err
-
-
 @pytest.mark.slow("compiles twice")
 def test_compile_gives_the_same_losses_and_clean_snapshots(run, tmp_path, fashion):
     """In double precision. A laptop without a C++ compiler skips this; CI has one."""
