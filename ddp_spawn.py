@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # DDP would import it later, and its functions would keep the group
+import torch.distributed.nn  # before the group exists, or its functions' defaults would keep it
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
@@ -94,7 +94,7 @@ class Trainer:
     @torch.no_grad()
     def _evaluate(self) -> tuple[torch.Tensor, torch.Tensor]:
         for buffer in self.model.buffers():
-            dist.broadcast(buffer, src=0)  # DDP does so before a step, but this one changed them
+            dist.broadcast(buffer, src=0)  # rank 0's, as each rank's last step has changed its own
         self.model.eval()
         loss_sum = torch.zeros((), device=self.device)
         correct = torch.zeros((), device=self.device)
@@ -123,7 +123,7 @@ class Trainer:
             losses = f"Train loss: {train_loss:.4f} | Test loss: {test_loss:.4f}"
             accuracy = f"Accuracy: {correct:.0f}/{test_size} ({correct / test_size:.2%})"
             log(f"Epoch {epoch} | {losses} | {accuracy} | {rate:.0f} samples/s")
-            self.schedule.step()  # your schedule, if it steps otherwise
+            self.schedule.step()  # your schedule: move this if it steps after each batch
             self.epoch = epoch + 1
             if self.epoch % self.args.save_every == 0 or self.epoch == total_epochs:
                 if self.rank == 0:
@@ -200,7 +200,7 @@ def prepare_dataloader(
         dataset,
         batch_size=batch_size,
         sampler=sampler,
-        collate_fn=collate,  # for data sets that return whole batches, as ours do, and all others
+        collate_fn=collate,  # for data sets that return whole batches, as ours do, and any other
         pin_memory=args.device not in ("cpu", "mps"),  # so copies overlap the computation
         # num_workers, started in the way that common/loader.py explains.
         **worker_options(args.num_workers),
@@ -210,7 +210,7 @@ def prepare_dataloader(
 def main(rank: int, args: argparse.Namespace) -> None:
     # SIGINT ends this rank at once. It comes from Ctrl-C, or from Linux if the parent was killed.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if not mp.parent_process().is_alive():  # it was killed before mp.spawn asked Linux for SIGINT
+    if not mp.parent_process().is_alive():  # it died before mp.spawn asked Linux for SIGINT
         sys.exit(1)
     device = ddp_setup(rank, args)
     train_set, test_set, model, optimizer, schedule = load_train_objs(args, device)
@@ -220,9 +220,9 @@ def main(rank: int, args: argparse.Namespace) -> None:
     test_data = prepare_dataloader(test_set, args.test_batch_size, test_shard, args)
     trainer = Trainer(model, train_data, test_data, optimizer, schedule, device, args)
     trainer.train(args.total_epochs)
-    dist.barrier()  # rank 0 may still be saving, and it would miss a rank that left now
-    del trainer  # DDP holds the group. On torch 2.11, 3 of 1,000 ranks hung at the end without this
-    dist.destroy_process_group()  # or its threads may abort Python at its end (pytorch#179291)
+    dist.barrier()  # no rank leaves before rank 0 has saved
+    del trainer  # it holds the group: without this, 3 of 1,000 ranks hung at the end (torch 2.11)
+    dist.destroy_process_group()  # or the group's threads may abort Python's exit (pytorch#179291)
 
 
 # --- stops, snapshots read, messages and options: skip these on a first reading ---------------
@@ -271,7 +271,7 @@ def stop(signum: int, frame: object) -> None:
 
 def log(line: str, every_rank: bool = False) -> None:
     if every_rank or not dist.is_initialized() or dist.get_rank() == 0:
-        # nolock, because a signal may stop this process while tqdm would hold its lock.
+        # One write keeps a rank's line whole. A stop signal inside tqdm's locks would break them.
         tqdm.write(f"{line}\n", end="", nolock=True)
         sys.stdout.flush()
 

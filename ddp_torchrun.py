@@ -11,11 +11,11 @@
 
 slurm/ has a batch script. The global batch is --batch-size times the processes times --accumulate.
 When a process crashes, torchrun restarts all, and with --resume they go on from the last snapshot.
-Several nodes need a shared disk for it, because after a restart any of them may have rank 0, and
-TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1. Ctrl-C and SIGTERM stop all ranks after the same step, and
-rank 0 saves. torchrun kills what is left after 30 seconds, and its status is 1. --resume ends with
-the weights of a run that was never stopped (on an accelerator with --deterministic). To make this
-file yours, edit the lines marked "your". `python ddp_torchrun.py` is one process, on one device.
+On several nodes set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and keep the snapshot on a shared disk,
+because after a restart any node may have rank 0. Ctrl-C and SIGTERM stop all ranks after the same
+step, and rank 0 saves. torchrun kills what is left after 30 seconds, and exits with 1. A run with
+--resume ends with the weights of one that never stopped (on an accelerator only with
+--deterministic). To make this file yours, edit the lines marked "your".
 """
 
 import argparse
@@ -31,7 +31,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # DDP would import it later, and its functions would keep the group
+import torch.distributed.nn  # before the group exists, or its functions' defaults would keep it
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -97,7 +97,7 @@ class Trainer:
         self.model = DDP(  # copies rank 0's weights to all ranks
             model,
             gradient_as_bucket_view=True,  # gradients lie in DDP's buckets: no second copy
-            # In MB. If nothing is passed, DDP's first bucket has 1: 7% of a step more, on a CPU.
+            # In MB. By default DDP begins with a bucket of 1, and a step takes 7% longer on a CPU.
             bucket_cap_mb=25 if device.type == "cpu" else None,
         )
         if args.compile:
@@ -160,13 +160,13 @@ class Trainer:
         answers = torch.tensor([stop, seconds > 1], dtype=torch.int32, device=self.device)
         dist.all_reduce(answers, op=dist.ReduceOp.MAX)  # one yes is enough
         self.stopping, slow = answers.bool().tolist()
-        self.steps_between_questions = 1 if slow or step == 1 else 10  # none is timed before step 2
+        self.steps_between_questions = 1 if slow or step == 1 else 10  # step 1 has timed none yet
         self.asked_at = time.perf_counter()
 
     @torch.no_grad()
     def _evaluate(self) -> tuple[torch.Tensor, torch.Tensor]:
         for buffer in self.model.buffers():
-            dist.broadcast(buffer, src=0)  # DDP does so before a step, but this one changed them
+            dist.broadcast(buffer, src=0)  # rank 0's, as each rank's last step has changed its own
         self.model.eval()
         loss_sum = torch.zeros((), device=self.device)
         correct = torch.zeros((), device=self.device)
@@ -211,7 +211,7 @@ class Trainer:
                 writer.add_scalar("loss/test", test_loss, epoch)
                 writer.add_scalar("accuracy", correct / test_size, epoch)
                 writer.flush()
-            self.schedule.step()  # your schedule, if it steps otherwise
+            self.schedule.step()  # your schedule: move this if it steps after each batch
             self.epoch = epoch + 1
             self.samples_seen = 0
             if self.epoch % self.args.save_every == 0 or self.epoch == total_epochs:
@@ -247,7 +247,7 @@ class Trainer:
             self.scaler.load_state_dict(snapshot["scaler"])
         self.epoch = snapshot["epoch"]
         seen = snapshot.get("samples_seen", 0)  # only this script stops in mid-epoch
-        self.samples_seen = seen - seen % self.world_size  # the run before may have had more ranks
+        self.samples_seen = seen - seen % self.world_size  # that run may have had other ranks
         log(f"Resuming training from snapshot at Epoch {self.epoch}")
 
 
@@ -269,8 +269,8 @@ def ddp_setup(args: argparse.Namespace) -> torch.device:
     if world_size > 1:
         store, *_ = next(dist.rendezvous("env://", timeout=timeout))  # at MASTER_ADDR
     if world_size == here:
-        # torchrun keeps one store for all its attempts. The keys of a crashed one would mislead the
-        # next (pytorch#135712), so each puts its number before its keys. Nodes count differently.
+        # torchrun keeps one store for all attempts, and a crashed one's keys would mislead the next
+        # (pytorch#135712). So each puts its number first. Nodes may have different numbers.
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     dist.init_process_group(
         args.backend,
@@ -303,7 +303,7 @@ def prepare_dataloader(
         dataset,
         batch_size=batch_size,
         sampler=sampler,
-        collate_fn=collate,  # for data sets that return whole batches, as ours do, and all others
+        collate_fn=collate,  # for data sets that return whole batches, as ours do, and any other
         # Each start of the loader draws its workers' seeds here. From torch's own generator, the
         # draw would change dropout in a run that is resumed in mid-epoch.
         generator=torch.Generator().manual_seed(args.seed + dist.get_rank()),
@@ -326,16 +326,16 @@ def main(args: argparse.Namespace) -> int:
     train_data = prepare_dataloader(train_set, batch_size, shard, args)
     test_shard = range(rank, len(test_set), dist.get_world_size())  # not padded: each counts once
     test_data = prepare_dataloader(test_set, args.test_batch_size, test_shard, args)
-    signal.signal(signal.SIGINT, on_stop_signal)  # before Trainer(), in which all ranks meet
+    signal.signal(signal.SIGINT, on_stop_signal)  # from here on no rank leaves alone
     signal.signal(signal.SIGTERM, on_stop_signal)
     trainer = Trainer(model, train_data, test_data, optimizer, schedule, device, args)
     trainer.train(args.total_epochs)
     log(f"Total time: {time.perf_counter() - start:.3f}s")
     stopped = trainer.stopping
-    dist.barrier()  # rank 0 may still be saving, and it would miss a rank that left now
-    del trainer  # DDP holds the group. On torch 2.11, 3 of 1,000 ranks hung at the end without this
-    dist.destroy_process_group()  # or its threads may abort Python at its end (pytorch#179291)
-    return 143 if stopped else 0  # epochs are left, which torchrun must take for a failure
+    dist.barrier()  # no rank leaves before rank 0 has saved
+    del trainer  # it holds the group: without this, 3 of 1,000 ranks hung at the end (torch 2.11)
+    dist.destroy_process_group()  # or the group's threads may abort Python's exit (pytorch#179291)
+    return 143 if stopped else 0  # not 0, because torchrun would report success
 
 
 # --- stops, snapshots read, messages and options: skip these on a first reading ---------------
@@ -370,7 +370,7 @@ def open_snapshot(args: argparse.Namespace) -> dict | None:
 
 def log(line: str, every_rank: bool = False) -> None:
     if every_rank or dist.get_rank() == 0:
-        # nolock, because a signal may stop this process while tqdm would hold its lock.
+        # One write keeps a rank's line whole. A stop signal inside tqdm's locks would break them.
         tqdm.write(f"{line}\n", end="", nolock=True)
         sys.stdout.flush()
 

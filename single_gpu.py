@@ -109,7 +109,7 @@ class Trainer:
             losses = f"Train loss: {train_loss:.4f} | Test loss: {test_loss:.4f}"
             accuracy = f"Accuracy: {correct:.0f}/{test_size} ({correct / test_size:.2%})"
             log(f"Epoch {epoch} | {losses} | {accuracy} | {rate:.0f} samples/s")
-            self.schedule.step()  # your schedule, if it steps otherwise
+            self.schedule.step()  # your schedule: move this if it steps after each batch
             self.epoch = epoch + 1
             if self.epoch % self.args.save_every == 0 or self.epoch == total_epochs:
                 self._save_snapshot()
@@ -159,7 +159,7 @@ def prepare_dataloader(
         dataset,
         batch_size=batch_size,
         sampler=sampler,
-        collate_fn=collate,  # for data sets that return whole batches, as ours do, and all others
+        collate_fn=collate,  # for data sets that return whole batches, as ours do, and any other
         pin_memory=args.device not in ("cpu", "mps"),  # so copies overlap the computation
         # num_workers, started in the way that common/loader.py explains.
         **worker_options(args.num_workers),
@@ -206,7 +206,7 @@ def stop(signum: int, frame: object) -> None:
 
 
 def log(line: str) -> None:
-    # nolock, because a signal may stop this process while tqdm would hold its lock.
+    # One write keeps a rank's line whole. A stop signal inside tqdm's locks would break them.
     tqdm.write(f"{line}\n", end="", nolock=True)
     sys.stdout.flush()
 
