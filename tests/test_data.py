@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.files import idx_files
+from helpers.files import cifar_files, idx_files
 from torch.utils.data import Dataset
 
 from common.data import load_dataset
@@ -40,6 +40,17 @@ def test_batches_are_normalised(tmp_path):
     assert images.dtype == torch.float32 and torch.allclose(images, expected, atol=1e-5)
     assert torch.equal(targets, train.targets[[3, 1, 49]]) and len(test) == 20
     assert torch.equal(train[-1][0], images[2]) and train[-1][1] == targets[2]
+
+
+def test_cifar10_has_its_own_numbers_for_each_channel(monkeypatch, tmp_path):
+    """Mean and standard deviation of red, green and blue in its training set."""
+    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda path, md5=None: True)
+    cifar_files(tmp_path)
+    train, _ = load_dataset("cifar10", str(tmp_path))
+    mean = torch.tensor((0.4914, 0.4822, 0.4465)).view(3, 1, 1)
+    deviation = torch.tensor((0.2470, 0.2435, 0.2616)).view(3, 1, 1)
+    expected = (train.images[7] / 255 - mean) / deviation
+    assert torch.allclose(train[7][0], expected, atol=1e-5)
 
 
 def test_one_of_several_downloads_and_nobody_locks_what_is_there(monkeypatch, tmp_path):

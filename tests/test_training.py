@@ -1,15 +1,13 @@
 """Every script runs as it is copied, prints its lines and learns, on each data set and model."""
 
 import os
-import pickle
 import re
 import shutil
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-from helpers.files import load
+from helpers.files import cifar_files, load
 from helpers.jobs import LAUNCHES, ROOT, SCRIPTS, Job, epochs
 
 from common.model import build_model
@@ -71,21 +69,6 @@ def test_mnist_passes_98_5_percent_in_three_epochs(fork, mnist):
     assert max(line["accuracy"] for line in lines) > 98.5, lines
 
 
-def cifar_files(folder: Path) -> None:
-    """600 images in torchvision's format, each class in a colour of its own."""
-    base = folder / "cifar-10-batches-py"
-    base.mkdir(parents=True)
-    rng = np.random.default_rng(0)
-    colours = rng.integers(0, 200, (10, 3, 1))
-    for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"):
-        labels = rng.integers(0, 10, 100)
-        data = colours[labels] + rng.integers(0, 55, (100, 3, 1024))
-        entry = {"data": data.reshape(100, 3072).astype("u1"), "labels": labels.tolist()}
-        (base / name).write_bytes(pickle.dumps(entry))
-    meta = {"label_names": [str(i) for i in range(10)]}
-    (base / "batches.meta").write_bytes(pickle.dumps(meta))
-
-
 def test_cifar10_shaped_files_train_the_lenet(fork, tmp_path):
     cifar_files(tmp_path / "data")
     options = ("--dataset", "cifar10", "--batch-size", 10)
@@ -95,10 +78,16 @@ def test_cifar10_shaped_files_train_the_lenet(fork, tmp_path):
 
 
 def test_tensorboard_files(make, capsys):
+    """A resumed run replaces what was written after its snapshot."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    _, trainer = make("ddp_torchrun.py", "--log-dir", "runs")
+    _, trainer = make("ddp_torchrun.py", 2, 2, "--log-dir", "runs")
+    trainer._save_snapshot()
     trainer.train(2)
+    capsys.readouterr()
+    trainer.epoch = 0
+    trainer._save_snapshot()
+    make("ddp_torchrun.py", 2, "--log-dir", "runs", "--resume")[1].train(2)
     events = EventAccumulator("runs")
     events.Reload()
     lines = epochs(capsys.readouterr().out)

@@ -1,5 +1,6 @@
 """The files that jobs read and write: data sets, snapshots."""
 
+import pickle
 import re
 import struct
 from pathlib import Path
@@ -45,6 +46,21 @@ def idx_files(folder: Path, train: int, test: int, seed: int = 0) -> Path:
         header = struct.pack(">II", 0x801, count)
         (raw / f"{part}-labels-idx1-ubyte").write_bytes(header + labels.astype("u1").tobytes())
     return folder
+
+
+def cifar_files(folder: Path) -> None:
+    """600 images in torchvision's format, each class in a colour of its own."""
+    base = folder / "cifar-10-batches-py"
+    base.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    colours = rng.integers(0, 200, (10, 3, 1))
+    for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"):
+        labels = rng.integers(0, 10, 100)
+        data = colours[labels] + rng.integers(0, 55, (100, 3, 1024))
+        entry = {"data": data.reshape(100, 3072).astype("u1"), "labels": labels.tolist()}
+        (base / name).write_bytes(pickle.dumps(entry))
+    meta = {"label_names": [str(i) for i in range(10)]}
+    (base / "batches.meta").write_bytes(pickle.dumps(meta))
 
 
 def hunks(diff: str) -> list[tuple[str, str]]:
