@@ -67,6 +67,8 @@ def test_ctrl_c_while_another_node_is_missing(start, tmp_path):
     options = ("--init-method", f"file://{tmp_path}/store", "--rank", 0, "--world-size", 2)
     job = start("multinode.py", *options, fork=True)
     job.wait_for(r"^rank 0 waits for all 2 at file://\S+store, up to 600 s$")
+    while not (tmp_path / "store").exists():  # which its process makes
+        time.sleep(0.01)
     os.killpg(job.process.pid, signal.SIGINT)
     text = job.finish(130, seconds=10)
     assert text.endswith(STOPPED) and "error" not in text and "Traceback" not in text, text
