@@ -17,6 +17,7 @@ TORCHRUN = "ddp_torchrun.py"
 
 
 @every_script
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument")  # there is no accelerator
 @pytest.mark.parametrize("type", ["cuda", "xpu", "mps", "cpu"])
 def test_copies_are_waited_for_unless_memory_is_pinned(make, monkeypatch, script, type):
     module, trainer = make(script)
