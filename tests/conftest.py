@@ -161,12 +161,16 @@ def make(parse, monkeypatch, tmp_path):
             trainers.append(self)
             make.calls.append("train")
 
+        def destroy() -> None:
+            held = " while main() holds DDP" if "trainer" in sys._getframe(1).f_locals else ""
+            make.calls.append(f"destroy_process_group{held}")
+
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "load_dataset", load_dataset)
             patch.setattr(module.Trainer, "train", train)
             patch.setattr(signal, "signal", lambda *_: None)
-            for name in ("barrier", "destroy_process_group"):
-                patch.setattr(dist, name, lambda name=name: make.calls.append(name))
+            patch.setattr(dist, "barrier", lambda: make.calls.append("barrier"))
+            patch.setattr(dist, "destroy_process_group", destroy)
             if script in ("ddp_spawn.py", "multinode.py"):
                 args.nproc_per_node = 1  # and this process is it
                 args.store = str(tmp_path / f"output-{uuid.uuid4().hex}")

@@ -174,6 +174,6 @@ def test_rank_1_leaves_the_file_to_rank_0(make, monkeypatch, script):
 
 @every_ddp_script
 def test_nobody_ends_while_rank_0_saves(make, script):
-    """Or the first process that ends would end the others."""
+    """Or the first process that ends would end the others. DDP ends before its group."""
     make(script)
     assert make.calls == ["train", "barrier", "destroy_process_group"]
