@@ -30,6 +30,7 @@ def test_draws_differ_by_every_number_and_repeat():
 
 def test_all_devices_are_seeded_too(monkeypatch):
     seeds = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
     for rank in (0, 1, 0):
         set_seed(7, rank)
