@@ -15,7 +15,8 @@ On several nodes set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and keep the snapshot
 because after a restart any node may have rank 0. Ctrl-C and SIGTERM stop all ranks after the same
 step, and rank 0 saves. torchrun kills what is left after 30 seconds, and exits with 1. A run with
 --resume ends with the weights of one that never stopped (on an accelerator only with
---deterministic). To make this file yours, edit the lines marked "your".
+--deterministic). `python ddp_torchrun.py` is one process, on one device. To make this file yours,
+edit the lines marked "your".
 """
 
 import argparse
