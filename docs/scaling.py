@@ -179,8 +179,8 @@ def measured_run(nodes: int, link: str, samples: int, options: tuple) -> dict:
             for rank in range(nodes):
                 own = folder / f"node{rank}"
                 own.mkdir(exist_ok=True)
-                where = (own, hosts.exported(rank), True, hosts.name(rank))
-                jobs.append(Job(command(*words, *options), *where))
+                there = hosts.command(rank, command(*words, *options), hosts.exported(rank))
+                jobs.append(Job(there, own, {}))
             return jobs
 
         jobs, ends = start("ddp_torchrun.py"), []

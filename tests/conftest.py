@@ -7,7 +7,6 @@ import signal
 import sys
 import tempfile
 import uuid
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -15,7 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from helpers.files import idx_files
-from helpers.forks import start_the_server, stop_the_server
 from helpers.jobs import SITE, Job, command, refusal
 
 from common.data import make_digits
@@ -48,10 +46,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     machine.setattr(torch.backends.mps, "is_available", functools.cache(lambda: False))
 
 
-@pytest.hookimpl(trylast=True)  # after the fixtures have ended their jobs: it waits for these
+@pytest.hookimpl(trylast=True)  # after the fixtures have ended their jobs
 def pytest_sessionfinish() -> None:
-    """Wait for the process that was forked from: what it used counts as used by the tests."""
-    stop_the_server()
     temporary.cleanup()
 
 
@@ -60,15 +56,9 @@ def start(tmp_path):
     """start(launch, *arguments, **environment) -> Job, in the test's own folder."""
     jobs = []
 
-    def start(
-        launch: str,
-        *arguments: object,
-        folder: Path = tmp_path,
-        fork: bool = False,
-        **env: object,
-    ) -> Job:
+    def start(launch: str, *arguments: object, **env: object) -> Job:
         env = {name: str(value) for name, value in env.items()}
-        jobs.append(Job(command(launch, *arguments), folder, env, fork))
+        jobs.append(Job(command(launch, *arguments), tmp_path, env))
         return jobs[-1]
 
     yield start
@@ -84,12 +74,6 @@ def run(start):
         return start(launch, *arguments, **env).finish(status)
 
     return run
-
-
-@pytest.fixture
-def fork(run):
-    """fork(launch, *arguments, status=0, **environment) -> output; see forks.py."""
-    return functools.partial(run, fork=True)
 
 
 @pytest.fixture
@@ -132,10 +116,15 @@ def parse(command_line, tmp_path):
 
 
 @pytest.fixture
-def make(parse, monkeypatch, tmp_path):
+def calls():
+    """What main() did in the last make(), in its order: ("load_dataset", its arguments), ..."""
+    return []
+
+
+@pytest.fixture
+def make(parse, calls, monkeypatch, tmp_path):
     """make(script, *arguments) -> the module, and the Trainer that its main() makes: of 40 digits,
-    and 10 to test on. `make.calls` is what main() does besides, in its order; `make.asked` are
-    load_dataset's arguments, `make.total_epochs` is train's."""
+    and 10 to test on. The process is a group of its own; nothing is trained yet."""
     monkeypatch.setattr(mp, "parent_process", lambda: SimpleNamespace(is_alive=lambda: True))
     data_parallel = sys.modules["torch.nn.parallel.data_parallel"]
     monkeypatch.setattr(data_parallel, "_get_available_device_type", lambda: None)
@@ -148,28 +137,26 @@ def make(parse, monkeypatch, tmp_path):
         if dist.is_initialized():
             dist.destroy_process_group()
         module, args = parse(script, *arguments)
-        if args.num_workers:
-            start_the_server()  # or jobs would be forked from one that does not hear signals
-        data, trainers, make.calls = (make_digits(40, 0), make_digits(10, 1)), [], []
+        data, trainers = (make_digits(40, 0), make_digits(10, 1)), []
+        calls.clear()
 
         def load_dataset(*given: object) -> tuple:
-            make.asked = given
+            calls.append(("load_dataset", *given))
             return data
 
         def train(self: object, total_epochs: int) -> None:
-            make.total_epochs = total_epochs
+            calls.append(("train", total_epochs))
             trainers.append(self)
-            make.calls.append("train")
 
         def destroy() -> None:
-            held = " while main() holds DDP" if "trainer" in sys._getframe(1).f_locals else ""
-            make.calls.append(f"destroy_process_group{held}")
+            held = "trainer" in sys._getframe(1).f_locals
+            calls.append(("destroy_process_group", *(["main() still has DDP"] if held else [])))
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "load_dataset", load_dataset)
             patch.setattr(module.Trainer, "train", train)
             patch.setattr(signal, "signal", lambda *_: None)
-            patch.setattr(dist, "barrier", lambda: make.calls.append("barrier"))
+            patch.setattr(dist, "barrier", lambda: calls.append(("barrier",)))
             patch.setattr(dist, "destroy_process_group", destroy)
             if script in ("ddp_spawn.py", "multinode.py"):
                 args.nproc_per_node = 1  # and this process is it

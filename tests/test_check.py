@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import sys
-from pathlib import Path
 
 import check as checking
 import pytest
@@ -150,8 +149,7 @@ def test_data_that_are_fetched_while_the_device_computes_cost_nothing(make, cloc
         clock(max(0.0, busy_until[0] - clock.now[0]))
         busy_until[0] = clock.now[0] + 0.020
 
-    trainer._run_batch = run_batch
-    trainer.train_data = slowly(trainer.train_data, clock)
+    trainer._run_batch, trainer.train_data = run_batch, slowly(trainer.train_data, clock)
     assert checking.measure(trainer, torch.zeros(10)).data == pytest.approx(0, abs=1e-4)
 
 
@@ -172,10 +170,6 @@ def test_rank_0_prints_sums_that_are_right(make, monkeypatch, capsys):
     assert capsys.readouterr().out == ""
 
 
-def nothing_is_left(folder: Path) -> bool:
-    return all(path.name.startswith("output-") for path in folder.iterdir())
-
-
 OWN = {  # in the lines marked "your"
     r"F\.cross_entropy\(": "(lambda output, targets, **_: F.mse_loss(output, targets))(",
     r"load_dataset\(.*?\)": "2 * [[(torch.ones(10_000).double(), torch.ones(()).double())] * 65]",
@@ -183,7 +177,7 @@ OWN = {  # in the lines marked "your"
 }
 
 
-def test_a_slow_rank_of_a_users_own_copy(fork, tmp_path):
+def test_a_slow_rank_of_a_users_own_copy(run, tmp_path):
     """With another data set, model and loss, and its own common/. Rank 1 sleeps in each step."""
     folder = tmp_path / "output-own"
     shutil.copytree(ROOT / "common", folder / "common")
@@ -195,20 +189,20 @@ def test_a_slow_rank_of_a_users_own_copy(fork, tmp_path):
         lines = edited
     text = re.sub(r"^def main\((.*?)\)", r"def main(\1, more=False)", "\n".join(lines), flags=re.M)
     (folder / "my_own.py").write_text(text)
-    text = fork(TWO, folder / "my_own.py", "--batch-size", 40, LADDER_SLOW=1)
+    text = run(TWO, folder / "my_own.py", "--batch-size", 40, LADDER_SLOW=1)
     assert text.count("my own\n") >= 2
     assert "\nAll-reduce | 0.08 MB |" in text and "\nEpoch | 1 steps |" in text
     assert re.search(r"^Step \| .* waiting for rank 1 1\d\d\.\d\d, all-reduce", text, re.M), text
     assert re.search(r"^Verdict \| rank 1 is slow: [34]\d\d\.\d\d ms for", text, re.M), text
     assert re.search(r"^Total time: ", text, re.M)  # to main()'s end
-    assert nothing_is_left(tmp_path)
+    assert all(path.name.startswith("output-") for path in tmp_path.iterdir())
 
 
 @pytest.mark.slow("a ResNet on two ranks")
-def test_batchnorm_does_not_make_it_hang(fork):
+def test_batchnorm_does_not_make_it_hang(run):
     """Rank 0 sends its buffers to the others before a pass, but not where it computes alone."""
     options = ("--model", "resnet18", "--batch-size", 2, "--timeout", 60)
-    assert "\nVerdict | " in fork(TWO, ROOT / "ddp_torchrun.py", *options)
+    assert "\nVerdict | " in run(TWO, ROOT / "ddp_torchrun.py", *options)
 
 
 def test_what_it_cannot_measure(make, monkeypatch, capsys, tmp_path):
@@ -218,26 +212,23 @@ def test_what_it_cannot_measure(make, monkeypatch, capsys, tmp_path):
         monkeypatch.setattr(sys, "argv", ["check.py", *map(str, arguments)])
         with pytest.raises(SystemExit, match="2"):
             checking.main()
-        return capsys.readouterr().err.removeprefix("error: ")
+        return capsys.readouterr().err
 
     usage = "python benchmarks/check.py SCRIPT [the script's options]\n"
-    assert refused() == f"name a script: {usage}"
-    assert refused("no.py") == f"there is no no.py: {usage}"
+    assert refused() == f"error: name a script: {usage}"
+    assert refused("no.py") == f"error: there is no no.py: {usage}"
     text = (ROOT / "ddp_torchrun.py").read_text()
-    for name in ("Trainer", "Trainer.train", "Trainer._run_batch", "parse_args", "main"):
-        word = name.split(".")[-1]
-        own = tmp_path / f"without_{word}.py"
-        own.write_text(re.sub(rf"^( *)(class|def) {word}\b", r"\1\2 other", text, flags=re.M))
-        line = f"{own.name} has no {name}, which benchmarks/check.py needs\n"
-        assert refused(own) == line
-    own = tmp_path / "of_two.py"
-    own.write_text(text.replace("def main(", "def main(rank: int, "))
-    line = "of_two.py has no mp.spawn(...) for its main() of 2 arguments\n"
-    assert refused(own) == line
-    for name in ("statistics.py", "train.v2.py"):
-        (tmp_path / name).write_text(text)
-        line = f"{name} cannot be imported by this name: rename it, to train.py say\n"
-        assert refused(tmp_path / name) == line
+    for name, changed, line in (
+        ("a.py", text.replace("class Trainer", "class T"), "has no Trainer, which benchmarks/"),
+        ("b.py", text.replace("def train(", "def t("), "has no Trainer.train, which benchmarks/"),
+        ("c.py", text.replace("def _run_batch(", "def r("), "has no Trainer._run_batch, which "),
+        ("d.py", text.replace("def parse_args(", "def p("), "has no parse_args, which benchmarks/"),
+        ("e.py", text.replace("def main(", "def main(rank: int, "), "has no mp.spawn(...) for its"),
+        ("statistics.py", text, "cannot be imported by this name: rename it, to train.py say"),
+        ("train.v2.py", text, "cannot be imported by this name: rename it, to train.py say"),
+    ):
+        (tmp_path / name).write_text(changed)
+        assert refused(tmp_path / name).startswith(f"error: {name} {line}")
     _, trainer = make("single_gpu.py", "--model", "mlp")
     with pytest.raises(SystemExit, match="2"):
         checking.check(trainer, 5)
@@ -256,9 +247,10 @@ def test_scripts_that_start_their_processes_themselves(run, tmp_path, launch):
     script, *options = launch
     text = run(CHECK, ROOT / script, *options, "--model", "mlp", "--nproc-per-node", 2)
     assert "\nMeasured | 2 processes on one node |" in text and "\nVerdict | " in text
-    assert "accumulate" not in text and nothing_is_left(tmp_path)
+    assert "accumulate" not in text
 
 
+@pytest.mark.slow("nodes in network namespaces")
 def test_it_finds_the_speed_of_the_link(tmp_path):
     """On two nodes, with torchrun's variables exported by hand."""
     require(requirements())
@@ -267,11 +259,11 @@ def test_it_finds_the_speed_of_the_link(tmp_path):
         jobs = []
         for rank in (0, 1):
             (tmp_path / f"host{rank}").mkdir()
-            where = (tmp_path / f"host{rank}", hosts.exported(rank), True, hosts.name(rank))
-            jobs.append(Job(command(CHECK, ROOT / "ddp_torchrun.py", "--model", "mlp"), *where))
+            words = command(CHECK, ROOT / "ddp_torchrun.py", "--model", "mlp")
+            words = hosts.command(rank, words, hosts.exported(rank))
+            jobs.append(Job(words, tmp_path / f"host{rank}", {}))
         text, _ = (job.finish() for job in jobs)
     found = re.search(r"^All-reduce \| 2.68 MB \| (\S+) ms \| (\S+) GB/s$", text, re.M)
     # 0.1 Gbit/s, with tbf's burst on top; less where other tests use the cores.
     assert 0.02 < 8 * float(found[2]) < 0.13, text
     assert "\nVerdict | the link is the limit, 0.01" in text
-    assert all(nothing_is_left(tmp_path / name) for name in ("host0", "host1"))

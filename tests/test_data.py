@@ -3,14 +3,16 @@
 import contextlib
 import hashlib
 import operator
+import pickle
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from helpers.files import cifar_files, idx_files
+from helpers.files import idx_files
 from torch.utils.data import Dataset
 
 from common.data import load_dataset
@@ -45,7 +47,12 @@ def test_batches_are_normalised(tmp_path):
 def test_cifar10_has_its_own_numbers_for_each_channel(monkeypatch, tmp_path):
     """Mean and standard deviation of red, green and blue in its training set."""
     monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda path, md5=None: True)
-    cifar_files(tmp_path)
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": ["a", "b"]}))
+    for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"):
+        data = np.random.default_rng(0).integers(0, 256, (10, 3072)).astype("u1")
+        (folder / name).write_bytes(pickle.dumps({"data": data, "labels": [1] * 10}))
     train, _ = load_dataset("cifar10", str(tmp_path))
     mean = torch.tensor((0.4914, 0.4822, 0.4465)).view(3, 1, 1)
     deviation = torch.tensor((0.2470, 0.2435, 0.2616)).view(3, 1, 1)

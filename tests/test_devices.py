@@ -9,8 +9,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.jobs import SCRIPTS
-from helpers.parts import every_ddp_script, set_up
+from helpers.jobs import SCRIPTS, every_ddp_script, set_up
 
 TORCHRUN = "ddp_torchrun.py"
 

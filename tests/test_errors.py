@@ -84,22 +84,24 @@ def test_what_torch_says_itself(make, monkeypatch):
     assert not Path("checkpoint.pt").exists()
 
 
+slow = pytest.mark.slow("the same in another script")
+
+
 @pytest.mark.parametrize(
-    ("how", "launch"),
+    "launch",
     [
-        ("run", ("single_gpu.py",)),
-        ("fork", ("data_parallel.py",)),
-        ("fork", ("ddp_spawn.py",)),
-        ("fork", ("multinode.py", *ALONE[:-1], 2, "--nproc-per-node", 2)),
-        ("run", (TORCHRUN.format(2),)),
+        ("single_gpu.py",),
+        ("ddp_spawn.py",),
+        (TORCHRUN.format(2),),
+        pytest.param(("data_parallel.py",), marks=slow),
+        pytest.param(("multinode.py", *ALONE[:-1], 2, "--nproc-per-node", 2), marks=slow),
     ],
 )
-def test_a_mistake_on_the_command_line(request, tmp_path, fashion, how, launch):
+def test_a_mistake_on_the_command_line(run, tmp_path, fashion, launch):
     """The line comes first. torchrun adds its report, and a rank that it has lost another."""
     snapshot = tmp_path / "checkpoint.pt"
     snapshot.write_text("not one")
-    start = request.getfixturevalue(how)
-    text = start(*launch, 1, *fashion(100, 10), "--resume", status=1)
+    text = run(*launch, 1, *fashion(100, 10), "--resume", status=1)
     line = r"^error: checkpoint.pt is not a snapshot of these scripts \(.*\)\n"
     before, after = re.split(line, text, flags=re.M)
     ordinary = re.compile(r"total_epochs: |\[?rank |W\d+ ")

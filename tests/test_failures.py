@@ -15,6 +15,7 @@ NODE2 = ("multinode.py", *ALONE, "--world-size", 2, "--nproc-per-node", 2)
 STOPPED = "\nstopped: --resume goes on from the last snapshot\n"
 KILLED = "\nerror: process 0 terminated with signal SIGKILL\n"
 slow = pytest.mark.slow("mp.spawn and torchrun wait 30 seconds before they kill")
+again = pytest.mark.slow("the same in another script")
 
 
 @pytest.fixture
@@ -26,10 +27,10 @@ def temporary(tmp_path):
     assert not [*folder.glob("tmp*")]
 
 
-@pytest.mark.parametrize(("launch", "rank"), [(SPAWN2, 1), (NODE2, 0)])
-def test_an_exception_of_any_rank(fork, fashion, launch, rank):
+@pytest.mark.parametrize(("launch", "rank"), [(SPAWN2, 1), pytest.param(NODE2, 0, marks=again)])
+def test_an_exception_of_any_rank(run, fashion, launch, rank):
     """With its traceback, and not with that of a rank which has lost it."""
-    text = fork(*launch, 9, *fashion(100, 10), status=1, LADDER_RAISE=f"{rank}:5")
+    text = run(*launch, 9, *fashion(100, 10), status=1, LADDER_RAISE=f"{rank}:5")
     assert f"-- Process {rank} terminated with the following error:" in text
     assert "in _run_batch" in text and "ArithmeticError: the test's own error" in text
     assert "Connection closed" not in text and "Epoch 3 " not in text
@@ -38,9 +39,9 @@ def test_an_exception_of_any_rank(fork, fashion, launch, rank):
 @pytest.mark.parametrize(
     ("launch", "ends"),
     [
-        (("ddp_spawn.py", "--nproc-per-node", 1), 2),
-        (NODE2, 3),
+        (SPAWN2, 3),
         (("ddp_torchrun.py",), 1),
+        pytest.param(NODE2, 3, marks=again),
     ],
 )
 def test_what_is_registered_for_the_end_is_run(run, temporary, fashion, launch, ends):
@@ -61,7 +62,7 @@ def test_ctrl_c_while_processes_start(start, temporary, fashion):
 
 def test_ctrl_c_while_another_node_is_missing(start, tmp_path):
     options = ("--init-method", f"file://{tmp_path}/store", "--rank", 0, "--world-size", 2)
-    job = start("multinode.py", *options, fork=True)
+    job = start("multinode.py", *options)
     job.wait_for(r"^rank 0 waits for all 2 at file://\S+store, up to 600 s$")
     while not (tmp_path / "store").exists():  # which its process makes
         time.sleep(0.01)
@@ -74,7 +75,7 @@ def test_ctrl_c_while_another_node_is_missing(start, tmp_path):
     ("launch", "whom", "signum", "status", "seconds"),
     [
         (SPAWN2, "parent", signal.SIGINT, 130, 15),
-        (NODE2, "parent", signal.SIGTERM, 143, 15),
+        pytest.param(NODE2, "parent", signal.SIGTERM, 143, 15, marks=again),
         pytest.param(SPAWN2, "rank 0", signal.SIGKILL, 1, 35, marks=slow),
         pytest.param((TORCHRUN.format(2),), "parent", signal.SIGTERM, 1, 35, marks=slow),
         pytest.param((TORCHRUN.format(2),), "rank 0", signal.SIGKILL, 1, 35, marks=slow),
@@ -85,7 +86,7 @@ def test_a_stop_or_a_death_while_another_rank_hangs(
 ):
     """The others wait for it in an all-reduce, for --timeout, 600 seconds."""
     options = (50, *fashion(1000, 10), "--log-interval", 1)
-    job = start(*launch, *options, fork="torchrun" not in launch[0])
+    job = start(*launch, *options)
     job.wait_for("Step 3 ")
     first, hanging = job.workers()
     os.kill(hanging, signal.SIGSTOP)

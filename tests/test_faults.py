@@ -16,11 +16,12 @@ import pytest
 from helpers.files import idx_files, load, same_bytes
 from helpers.hosts import Hosts, require, requirements, run
 from helpers.jobs import ALONE, SCRIPTS, TORCHRUN, Job, command
+from helpers.ranks import train
 
-LAUNCHES = {script: (script,) for script in SCRIPTS}
-LAUNCHES["ddp_torchrun.py"] = (TORCHRUN.format(2), "--resume", "--timeout", 10)
-LAUNCHES["ddp_spawn.py"] += ("--nproc-per-node", 2, "--timeout", 10)
-LAUNCHES["multinode.py"] += (*ALONE, "--world-size", 2, "--nproc-per-node", 2, "--timeout", 10)
+LAUNCHES = {script: (script, "--timeout", 10) for script in SCRIPTS[2:]}
+LAUNCHES |= {script: (script,) for script in SCRIPTS[:2]}
+LAUNCHES["ddp_torchrun.py"] = (TORCHRUN.format("2 --max-restarts=3"), "--resume", "--timeout", 10)
+LAUNCHES["multinode.py"] += (*ALONE, "--world-size", 2, "--nproc-per-node", 2)
 SIGNALS = ("SIGKILL", "SIGTERM", "SIGINT")
 OF_ONE = [*((name, "all") for name in SIGNALS), ("full", "disk")]
 OF_SEVERAL = [*OF_ONE, *((name, whom) for name in SIGNALS for whom in ("parent", "rank"))]
@@ -28,20 +29,14 @@ OF_NODES = [*OF_SEVERAL, ("link", "down")]
 FAULTS = dict(zip(SCRIPTS, (OF_ONE, OF_ONE, OF_SEVERAL, OF_NODES, OF_NODES), strict=True))
 
 
-def begin(hosts: Hosts | None, script: str, options: tuple, folder: Path, fork: bool) -> list[Job]:
+def begin(hosts: Hosts | None, script: str, options: tuple, folder: Path) -> list[Job]:
     """A job of two processes on this machine, or of one on each of two hosts."""
     if not hosts:
         launch, *more = LAUNCHES[script]
-        launch = launch if fork else launch.replace("=2", "=2 --max-restarts=3")
-        return [Job(command(launch, *options, *more), folder, {}, fork)]
-    jobs = []
-    for rank in (0, 1):
-        words, env = command(script, *options, "--timeout", 10), hosts.exported(rank)
-        if fork:
-            jobs.append(Job(words, folder, env, True, hosts.name(rank)))
-        else:
-            jobs.append(Job(hosts.command(rank, words, env), folder, {}))
-    return jobs
+        return [Job(command(launch, *options, *more), folder, {})]
+    words = command(script, *options, "--timeout", 10)
+    ranks = [hosts.command(rank, words, hosts.exported(rank)) for rank in (0, 1)]
+    return [Job(words, folder, {}) for words in ranks]
 
 
 @pytest.fixture
@@ -78,11 +73,11 @@ def test_the_same_bytes_after_a_random_fault(disk, tmp_path, record_property, se
     print(fault)
     options = (5, "--dataset", "fashion-mnist", "--data-dir", idx_files(tmp_path, 1200, 10))
     options += ("--model", "convnet", "--batch-size", 8, "--snapshot-path")
-    undisturbed = (*options, tmp_path / "whole.pt")
-    begin(None, script, undisturbed, tmp_path, fork=True)[0].finish()
+    processes = 2 if script in SCRIPTS[2:] else 1
+    train(tmp_path, script, processes, *options, tmp_path / "whole.pt")
     options += (disk / "snapshot.pt",)
     with Hosts(2) if what == "link" else contextlib.nullcontext() as hosts:
-        jobs = begin(hosts, script, options, tmp_path, fork=False)
+        jobs = begin(hosts, script, options, tmp_path)
         try:
             if epoch >= 0:
                 jobs[0].wait_for(f"^Epoch {epoch} .*samples/s$")
@@ -98,10 +93,7 @@ def test_the_same_bytes_after_a_random_fault(disk, tmp_path, record_property, se
                 job.kill()
         record_property(fault, " ".join(str(job.process.returncode) for job in jobs))
         (disk / "filler").unlink(missing_ok=True)
-        if hosts:
-            hosts.link(1, up=True)
-        for job in begin(hosts, script, (*options, "--resume"), tmp_path, fork=True):
-            job.finish()
+    train(tmp_path, script, processes, *options, "--resume")
     snapshot = load(disk / "snapshot.pt")
     assert snapshot["epoch"] == 5 and same_bytes(snapshot, load(tmp_path / "whole.pt"))
     assert [path.name for path in disk.iterdir()] == ["snapshot.pt"]

@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from helpers.jobs import ROOT
-from helpers.parts import set_up
+from helpers.jobs import ROOT, set_up
 
 NODES = "multinode.py"
 
@@ -104,11 +103,13 @@ def cannot(parse):
         ("tcp://localhost:70000", "Port out of range 0-65535"),
         ("tcp://no.such.host:1", "timed out"),
         ("tcp://127.0.0.1:9", "timed out"),  # nobody listens there
+        ("tcp://192.0.2.1:7000", "timed out"),  # nor is this an address of this machine
     ],
 )
 def test_one_line_names_the_rank_the_address_and_torchs_reason(cannot, init_method, reason):
-    line = cannot(1, init_method)
-    assert line.startswith(f"error: rank 1 cannot join at {init_method}: ") and reason in line
+    rank = 0 if "192.0" in init_method else 1
+    line = cannot(rank, init_method)
+    assert line.startswith(f"error: rank {rank} cannot join at {init_method}: ") and reason in line
 
 
 def test_a_port_in_use_a_missing_variable_and_nobody_else(cannot, monkeypatch, tmp_path):

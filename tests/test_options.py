@@ -20,8 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from helpers.jobs import ROOT, SCRIPTS, epochs, losses
-from helpers.parts import every_script, inner, set_up
+from helpers.jobs import ROOT, SCRIPTS, epochs, every_script, inner, losses, set_up
 
 SINGLE, PARALLEL, SPAWN, TORCHRUN, NODES = ((script,) for script in SCRIPTS)
 DDP = SPAWN + TORCHRUN + NODES
@@ -29,8 +28,8 @@ OF_NINE = ("--init-method", "tcp://10.0.0.1:1000", "--rank", 0, "--world-size", 
 
 
 @pytest.fixture
-def tools(make, parse, monkeypatch, capsys):
-    return SimpleNamespace(make=make, parse=parse, patch=monkeypatch, capsys=capsys)
+def tools(make, calls, parse, monkeypatch, capsys):
+    return SimpleNamespace(make=make, calls=calls, parse=parse, patch=monkeypatch, capsys=capsys)
 
 
 # --- looks: what is seen of a script that is given options ----------------------------------------
@@ -68,7 +67,8 @@ def trained(tools: SimpleNamespace, script: str, *options: object) -> SimpleName
         patch.setattr(torch.nn.Dropout, "forward", lambda _, inputs: inputs)
         inner(trainer).register_forward_hook(look)
         tools.capsys.readouterr()
-        trainer.train(tools.make.total_epochs)
+        did = {name: given for name, *given in tools.calls}
+        trainer.train(*did["train"])
     text = tools.capsys.readouterr().out
     results = [line[name] for line in epochs(text) for name in ("train_loss", "test_loss")]
     job.losses = losses(text) + results
@@ -77,7 +77,7 @@ def trained(tools: SimpleNamespace, script: str, *options: object) -> SimpleName
     job.saved = [int(line.split()[1]) for line in text.splitlines() if "saved at" in line]
     job.files = [name for name in os.listdir() if name not in files and "output" not in name]
     job.model = type(inner(trainer)).__name__
-    job.asked = tools.make.asked
+    job.asked = did["load_dataset"]
     job.compiled = len(compiled) > 0
     job.deterministic = all(kernels)  # before the group chooses its own, too
     loaders = (trainer.train_data, trainer.test_data)

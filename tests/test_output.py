@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.jobs import SCRIPTS, epochs
-from helpers.parts import every_ddp_script, every_script, inner
+from helpers.jobs import SCRIPTS, epochs, every_ddp_script, every_script, inner
 
 DDP = SCRIPTS[2:]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from helpers.files import difference, load, same_bytes
 from helpers.jobs import ROOT, SCRIPTS, Job, command, epochs
+from helpers.ranks import train
 
-REFERENCE = (ROOT / "docs" / "reference.md").read_text()
 # As tutorials write them: a sample at a time, without __getitems__. The noise is an augmentation.
 OWN = """class Pairs(Dataset):
     def __init__(self, length, noise=0):
@@ -86,26 +86,22 @@ def test_a_mark_that_is_not_there_is_named(tmp_path):
         edited(tmp_path, "single_gpu.py", DDP)
 
 
-TORCHRUN2 = "torchrun --standalone --nproc_per_node=2"
-NODE = ("--init-method", "file://new", "--rank", 0, "--world-size", 4, "--nproc-per-node", 4)
-
-
 def test_every_script_trains_ones_own_project_to_the_same_weights(tmp_path):
     """Two inputs, a dictionary of outputs, a head for training only, and a schedule.
 
     Of 68 samples the last batch is short. With --accumulate it has a short micro-batch, too.
     """
     made = {}
-    for script, marks, launch, options in (
-        ("single_gpu.py", PLAIN, "python", (12,)),
-        ("data_parallel.py", PLAIN, "python", (12,)),
-        ("ddp_spawn.py", PLAIN | DDP, "python", (6,)),
-        ("ddp_torchrun.py", DDP | MICRO, TORCHRUN2, (3, "--accumulate", 2)),
-        ("multinode.py", PLAIN | DDP, "python", (3, *NODE)),
+    for script, marks, processes, options in (
+        ("single_gpu.py", PLAIN, 1, (12,)),
+        ("data_parallel.py", PLAIN, 1, (12,)),
+        ("ddp_spawn.py", PLAIN | DDP, 2, (6,)),
+        ("ddp_torchrun.py", DDP | MICRO, 2, (3, "--accumulate", 2)),
+        ("multinode.py", PLAIN | DDP, 4, (3,)),
     ):
         path = edited(tmp_path, script, MARKS | marks)
-        words = command(f"{launch} {path}", 2, "--lr", 0.1, "--batch-size", *options)
-        text = Job(words, tmp_path, {"LADDER_DTYPE": "float64"}, fork=True).finish()
+        options = (2, "--lr", 0.1, "--batch-size", *options)
+        text = train(tmp_path, path, processes, *options, dtype="float64")
         lines = [{**line, "rate": 0} for line in epochs(text)]
         made[script] = load(tmp_path / "checkpoint.pt"), lines
     assert {*made} == {*SCRIPTS}
@@ -119,39 +115,25 @@ def test_every_script_trains_ones_own_project_to_the_same_weights(tmp_path):
         assert group["lr"] == pytest.approx(0.05), script  # half of the cosine
 
 
-@pytest.mark.slow("processes that are not forked")
-def test_loader_workers_with_a_data_set_of_many_tensors(tmp_path):
-    """With the line that docs/reference.md has for it."""
-    (remedy,) = re.findall(r"`(torch.multiprocessing\.\w+\(.*?\))`", REFERENCE)
-    data = "2 * [[(torch.randn(1, 28, 28), 1) for _ in range(400)]]"
-    copy = edited(tmp_path, "ddp_spawn.py", {"load_dataset(args.dataset, args.data_dir)": data})
-    Path(copy).write_text(Path(copy).read_text().replace("\n\nclass Tr", f"\n{remedy}\n\nclass Tr"))
-    options = (1, "--model", "mlp", "--num-workers", 1, "--nproc-per-node", 1)
-    (line,) = epochs(Job(command(f"python {copy}", *options), tmp_path, {}).finish())
-    assert line["total"] == 400 == line["correct"]
+@pytest.mark.parametrize("workers", [0, 1])
+def test_random_augmentation_in_a_run_that_is_stopped_and_resumed(tmp_path, workers):
+    """In mid-epoch, by a signal that all processes get, the loader's workers, too.
 
-
-def stopped(words: list[str], folder: Path) -> None:
-    """Asked to stop in mid-epoch by a signal that all processes get, the workers, too."""
-    job = Job(words, folder, {"LADDER_SLOW": "0"}, fork=True)
+    Without workers it draws what a run that never stopped draws.
+    """
+    data = {"load_dataset(args.dataset, args.data_dir)": "Pairs(650, 1), Pairs(9)"}
+    path = edited(tmp_path, "ddp_torchrun.py", MARKS | DDP | MICRO | data)
+    options = (1, "--batch-size", 5, "--log-interval", 1, "--num-workers", workers)
+    launch = "torchrun --standalone --nproc_per_node=2" if workers else "python"
+    job = Job(command(f"{launch} {path}", *options), tmp_path, {"LADDER_SLOW": "0"})
     job.wait_for(r"Epoch 0 \| Step 3 ")
     os.killpg(job.process.pid, signal.SIGTERM)
     text = job.finish(None)
     assert "Stopped at sample " in text and "killed by signal" not in text
-    assert 0 < load(folder / "checkpoint.pt")["samples_seen"] < 650
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_random_augmentation_in_a_run_that_is_stopped_and_resumed(tmp_path, workers):
-    """Without workers it draws what a run that never stopped draws."""
-    data = {"load_dataset(args.dataset, args.data_dir)": "Pairs(650, 1), Pairs(9)"}
-    path = edited(tmp_path, "ddp_torchrun.py", MARKS | DDP | MICRO | data)
-    options = (1, "--batch-size", 5, "--log-interval", 1, "--num-workers", workers)
-    words = command(f"{TORCHRUN2 if workers else 'python'} {path}", *options)
-    stopped(words, tmp_path)
-    text = Job([*words, "--resume"], tmp_path, {}, fork=True).finish()
+    assert 0 < load(tmp_path / "checkpoint.pt")["samples_seen"] < 650
+    text = train(tmp_path, path, 1 + workers, *options, "--resume")
     assert len(epochs(text)) == 1
     if workers == 0:
         resumed = load(tmp_path / "checkpoint.pt")
-        Job(words, tmp_path, {}, fork=True).finish()
+        train(tmp_path, path, 1, *options)
         assert same_bytes(load(tmp_path / "checkpoint.pt"), resumed)

@@ -5,7 +5,6 @@ import re
 
 import pitfalls
 import pytest
-from helpers.forks import start_the_server
 from helpers.jobs import ROOT
 
 PAGE = pitfalls.PAGE.read_text()
@@ -19,7 +18,6 @@ NAMES = [pytest.param(n, marks=SLOW) if n in ("threads", "spawn") else n for n i
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_program_prints_what_the_page_quotes(name):
-    start_the_server()  # a process has one to fork from: this one suits all tests
     printed = pitfalls.run(name).splitlines()
     quoted = re.findall(r"^- (\w+: )`(.*)`$", SECTIONS[name], re.M)
     assert printed == ["".join(quotation) for quotation in quoted]

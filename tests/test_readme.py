@@ -44,9 +44,9 @@ def table(text: str, header: str) -> list[list[str]]:
     return [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows.splitlines()]
 
 
-def test_what_the_first_command_prints(fork, fashion):
+def test_what_the_first_command_prints(run, fashion):
     """The lines that README shows, but for the numbers."""
-    output = fork("ddp_spawn.py", 1, *fashion(100, 10))
+    output = run("ddp_spawn.py", 1, *fashion(100, 10))
     (shown,) = re.findall(r"```text\n(.*?)```", README, re.S)
     shown, printed = (sorted(re.sub(r"\d+(\.\d+)?", "N", t).splitlines()) for t in (shown, output))
     assert len(shown) == 6 and {*shown} <= {*printed}

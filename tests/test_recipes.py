@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from helpers.files import load, patched, same_bytes
 from helpers.jobs import ROOT, SCRIPTS, Job, command, epochs
+from helpers.ranks import train
 from PIL import Image
 from torch import nn
 from torch.utils.data import DataLoader
@@ -209,22 +210,17 @@ def test_inference_and_export(apply, capsys):
     assert torch.allclose(exported(images[:7]), model(images[:7]), atol=1e-6)
 
 
-def torchrun(folder: Path, script: Path, processes: int = 2) -> str:
-    words = command(f"torchrun --standalone --nproc_per_node={processes} {script}")
-    return Job(words, folder, {"LADDER_DTYPE": "float64"}, fork=True).finish()
-
-
 def test_sharded_weights_are_those_of_one_process_and_are_resumed(tmp_path):
     """docs/your_loop.py is the program that fully_shard.py is made from."""
     program = (FOLDER / "fully_shard.py").read_text()
     loop = "range(first_epoch, 5)"
     assert program.count(loop) == 1
     (tmp_path / "half.py").write_text(program.replace(loop, "range(first_epoch, 2)"))
-    text = torchrun(tmp_path, tmp_path / "half.py")
-    text += torchrun(tmp_path, FOLDER / "fully_shard.py")
+    text = train(tmp_path, tmp_path / "half.py", 2, dtype="float64")
+    text += train(tmp_path, FOLDER / "fully_shard.py", 2, dtype="float64")
     ours = load(tmp_path / "snapshot.pt")["model"]
     (tmp_path / "snapshot.pt").unlink()
-    assert text == torchrun(tmp_path, ROOT / "docs" / "your_loop.py", 1)
+    assert text == train(tmp_path, ROOT / "docs" / "your_loop.py", 1, dtype="float64")
     theirs = load(tmp_path / "snapshot.pt")["model"]
     assert max((ours[name] - theirs[name]).abs().max() for name in theirs) < 1e-12
 
@@ -232,7 +228,7 @@ def test_sharded_weights_are_those_of_one_process_and_are_resumed(tmp_path):
 def test_a_stream_trains_on_each_sample_once(tmp_path):
     """As one process does that takes the batches of both ranks together."""
     words = command(f"torchrun --standalone --nproc_per_node=2 {FOLDER / 'stream.py'}")
-    text = Job(words, tmp_path, {"LADDER_ATEXIT": "1"}, fork=False).finish()
+    text = Job(words, tmp_path, {"LADDER_ATEXIT": "1"}).finish()
     assert len(re.findall("^Python ends: (?!.*gloo)", text, re.M)) == 3, text
     assert re.findall(r"epoch (\d): \d+ of (\d+)", text) == [(str(n), "1000") for n in range(5)]
     names = {}  # the program up to where it needs torchrun

@@ -2,17 +2,13 @@
 
 import os
 import signal
-from collections import Counter
-from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.files import difference, load, same_bytes
-from helpers.jobs import ALONE, SCRIPTS, TORCHRUN, Job, epochs
-
-SPAWN2 = ("ddp_spawn.py", "--nproc-per-node", 2)
-NODE2 = ("multinode.py", *ALONE, "--world-size", 2, "--nproc-per-node", 2)
+from helpers.jobs import SCRIPTS, TORCHRUN, epochs, every_ddp_script
+from helpers.ranks import train
 
 
 def own_optimizer(module, monkeypatch) -> None:
@@ -73,69 +69,58 @@ def test_an_epoch_goes_on_in_the_middle(make, monkeypatch, capsys):
     assert same_bytes(load(Path("checkpoint.pt")), load(Path("whole.pt")))
 
 
-# With three or more processes the order of summation matters, and DDP changes it after a step.
-@pytest.mark.parametrize("launch", [SPAWN2, NODE2, (TORCHRUN.format(2),)])
-def test_several_processes_end_with_the_same_bytes(fork, tmp_path, fashion, launch):
-    script, *options = launch
-    options += [*fashion(100, 10), "--model", "convnet", "--batch-size", 8]
-    whole = epochs(fork(script, 3, *options, "--snapshot-path", "whole.pt"))
-    first = epochs(fork(script, 1, *options))
-    text = fork(script, 3, *options, "--resume")
+@every_ddp_script
+def test_two_processes_end_with_the_same_bytes(tmp_path, fashion, script):
+    """With three or more the order of summation matters, and DDP changes it after a step."""
+    options = (*fashion(100, 10), "--model", "convnet", "--batch-size", 8)
+    whole = epochs(train(tmp_path, script, 2, 3, *options, "--snapshot-path", "whole.pt"))
+    first = epochs(train(tmp_path, script, 2, 1, *options))
+    text = train(tmp_path, script, 2, 3, *options, "--resume")
     assert "Resuming training from snapshot at Epoch 1\n" in text
     parts = [{**line, "rate": 0} for line in first + epochs(text)]
     assert len(parts) == 3 and parts == [{**line, "rate": 0} for line in whole]
     assert same_bytes(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt"))
-    assert not epochs(fork(script, 3, *options, "--resume"))  # there is nothing left to do
+    assert not epochs(train(tmp_path, script, 2, 3, *options, "--resume"))  # nothing is left to do
 
 
-def test_any_rung_goes_on_from_any_other_at_any_world_size(fork, tmp_path, fashion):
-    data, env = fashion(102, 10), {"LADDER_DTYPE": "float64"}
+def test_any_rung_goes_on_from_any_other_at_any_world_size(tmp_path, fashion):
+    data = fashion(102, 10)
     legs = [
-        (*SPAWN2, "--batch-size", 6),
-        ("single_gpu.py", "--batch-size", 12),
-        (TORCHRUN.format(3), "--batch-size", 2, "--accumulate", 2),
-        ("data_parallel.py", "--batch-size", 12),
-        (*NODE2, "--batch-size", 6),
-        ("single_gpu.py", "--batch-size", 12),
+        ("ddp_spawn.py", 2, 6),
+        ("single_gpu.py", 1, 12),
+        ("ddp_torchrun.py", 3, 2, "--accumulate", 2),
+        ("data_parallel.py", 1, 12),
+        ("multinode.py", 2, 6),
+        ("single_gpu.py", 1, 12),
     ]
-    for epoch, (script, *options) in enumerate(legs):
-        text = fork(script, epoch + 1, *data, *options, "--resume", **env)
+    for epoch, (script, processes, *options) in enumerate(legs):
+        options = (*data, "--resume", "--batch-size", *options)
+        text = train(tmp_path, script, processes, epoch + 1, *options, dtype="float64")
         assert [line["epoch"] for line in epochs(text)] == [epoch], text
-    options = ("--batch-size", 12, "--snapshot-path", "whole.pt")
-    fork("single_gpu.py", len(legs), *data, *options, **env)
+    options = (*data, "--batch-size", 12, "--snapshot-path", "whole.pt")
+    train(tmp_path, "single_gpu.py", 1, len(legs), *options, dtype="float64")
     assert difference(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt")) < 1e-12
 
 
-def stop_one(job: Job, signum: int) -> None:
-    """In mid-epoch, and only the last rank: all must agree."""
-    job.wait_for(r"Epoch 0 \| Step 3 ")
-    os.kill((job.workers() or [job.process.pid])[-1], signum)
-
-
-def test_a_stop_in_mid_epoch_goes_on_at_any_world_size(fork, start, tmp_path, fashion):
-    """Numbers of samples that the processes do not divide: test_steps.py."""
-    data, double = (1, *fashion(480, 10), "--log-interval", 1), {"LADDER_DTYPE": "float64"}
-    trained, seen = Counter(), [0]
+def test_a_stop_in_mid_epoch_goes_on_at_any_world_size(start, tmp_path, fashion):
+    """Only the last rank hears the signal, and all must agree. A sample that is trained twice, or
+    never, would show. Numbers of samples that the processes do not divide: test_steps.py.
+    """
+    data, seen = (1, *fashion(480, 10), "--log-interval", 1), [0]
 
     def leg(launch: str, size: int, signum: int | None = None, status: int = 0) -> None:
-        trace = tmp_path / launch.replace("/", "-")
-        trace.mkdir()
         options = (*data, "--batch-size", size, "--resume")
-        job = start(launch, *options, fork=True, LADDER_SLOW=0, LADDER_TRACE=trace, **double)
+        job = start(launch, *options, LADDER_SLOW=0, LADDER_DTYPE="float64")
         if signum:
-            stop_one(job, signum)
+            job.wait_for(r"Epoch 0 \| Step 3 ")
+            os.kill((job.workers() or [job.process.pid])[-1], signum)
         job.finish(status)
         seen.append(load(tmp_path / "checkpoint.pt")["samples_seen"])
-        for path in trace.iterdir():
-            lines = [[*map(int, line.split())] for line in path.read_text().splitlines()]
-            batches = [indices for count, *indices in lines if count == 480]
-            # A rank that stops has fetched a batch that it does not train.
-            trained.update(chain(*(batches[:-1] if signum else batches)))
 
     leg(TORCHRUN.format(3), 4, signal.SIGINT, 1)
     leg("ddp_torchrun.py", 12, signal.SIGTERM, 143)
     leg(TORCHRUN.format(2), 6)
     assert 0 < seen[1] < seen[2] < 480 and seen[3] == 0
-    assert trained == Counter(range(480))  # none repeated, none lost
-    fork("single_gpu.py", *data, "--batch-size", 12, "--snapshot-path", "whole.pt", **double)
+    options = (*data, "--batch-size", 12, "--snapshot-path", "whole.pt")
+    train(tmp_path, "single_gpu.py", 1, *options, dtype="float64")
     assert difference(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt")) < 1e-12

@@ -5,8 +5,7 @@ import random
 import numpy as np
 import torch
 import torch.distributed as dist
-from helpers.jobs import SCRIPTS
-from helpers.parts import every_ddp_script, every_script
+from helpers.jobs import SCRIPTS, every_ddp_script, every_script
 from torch.utils.data import Dataset
 
 from common.seed import set_seed

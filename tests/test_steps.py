@@ -7,8 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.files import load
-from helpers.jobs import SCRIPTS
-from helpers.parts import every_ddp_script, every_script, inner
+from helpers.jobs import SCRIPTS, every_ddp_script, every_script, inner
 
 from common.data import make_digits
 

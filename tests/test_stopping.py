@@ -11,6 +11,7 @@ import time
 import pytest
 from helpers.files import load, same_bytes
 from helpers.jobs import ALONE, TORCHRUN, Job
+from helpers.ranks import train
 
 SINGLE, PARALLEL = ("single_gpu.py",), ("data_parallel.py",)
 SPAWN2 = ("ddp_spawn.py", "--nproc-per-node", 2)
@@ -40,31 +41,31 @@ def end(job: Job, how: str) -> tuple[int, list[str]]:
     return (143 if "SIGTERM" in how else 130), STOPPED
 
 
+slow = pytest.mark.slow("the same in another script, or in another way")
+
+
 @pytest.mark.parametrize(
-    ("launch", "how", "forked"),
+    ("launch", "how"),
     [
-        ((*SPAWN2, "--num-workers", 1), "SIGKILL of rank 1", True),
-        (SINGLE, "SIGTERM", True),
-        (SINGLE, "Ctrl-C, twice", True),
-        (PARALLEL, "SIGTERM", True),
-        (PARALLEL, "Ctrl-C, twice", True),
-        (SPAWN2, "SIGTERM", True),
-        (SPAWN2, "SIGTERM to all", True),
-        (SPAWN2, "Ctrl-C, twice", True),
-        (SPAWN2, "Ctrl-C", False),
-        (SPAWN2, "SIGKILL of the parent", True),
-        (SPAWN2, "SIGKILL of rank 1", True),
-        (NODE2, "SIGTERM to all", True),
-        (NODE2, "Ctrl-C, twice", True),
-        (NODE2, "SIGKILL of the parent", True),
-        (NODE2, "SIGKILL of rank 1", True),
+        (SINGLE, "SIGTERM"),
+        (PARALLEL, "Ctrl-C, twice"),
+        (SPAWN2, "Ctrl-C"),
+        (SPAWN2, "SIGTERM"),
+        (SPAWN2, "SIGKILL of the parent"),
+        ((*SPAWN2, "--num-workers", 1), "SIGKILL of rank 1"),
+        (NODE2, "SIGTERM to all"),
+        (NODE2, "SIGKILL of rank 1"),
+        pytest.param(SINGLE, "Ctrl-C, twice", marks=slow),
+        pytest.param(PARALLEL, "SIGTERM", marks=slow),
+        pytest.param(SPAWN2, "SIGTERM to all", marks=slow),
+        pytest.param(SPAWN2, "Ctrl-C, twice", marks=slow),
+        pytest.param(NODE2, "Ctrl-C, twice", marks=slow),
+        pytest.param(NODE2, "SIGKILL of the parent", marks=slow),
     ],
 )
-def test_a_job_ends_at_once_and_keeps_its_last_snapshot(
-    start, tmp_path, fashion, launch, how, forked
-):
+def test_a_job_ends_at_once_and_keeps_its_last_snapshot(start, tmp_path, fashion, launch, how):
     script, *options = launch
-    job = start(script, 999, *options, *fashion(200, 10), "--log-interval", 1, fork=forked)
+    job = start(script, 999, *options, *fashion(200, 10), "--log-interval", 1)
     job.wait_for(r"Epoch 1 \| Step 3 ")
     status, said = end(job, how)
     text = job.finish(status, seconds=30)
@@ -81,12 +82,11 @@ def test_a_job_ends_at_once_and_keeps_its_last_snapshot(
         pytest.param("Ctrl-C", marks=pytest.mark.slow("torchrun passes it on like SIGTERM")),
     ],
 )
-def test_torchruns_workers_save_in_mid_epoch(fork, start, tmp_path, fashion, how):
+def test_torchruns_workers_save_in_mid_epoch(start, tmp_path, fashion, how):
     """The loader's workers go on until then. (Status 1 is torchrun's.)"""
-    launch = TORCHRUN.format(2)
-    options = (1, *fashion(400, 10), "--model", "convnet", "--batch-size", 8, "--num-workers", 1)
-    fork(launch, *options[:-2], "--snapshot-path", "whole.pt")
-    job = start(launch, *options, "--log-interval", 1, LADDER_SLOW=0)
+    options = (1, *fashion(400, 10), "--model", "convnet", "--batch-size", 8, "--log-interval", 1)
+    train(tmp_path, "ddp_torchrun.py", 2, *options, "--snapshot-path", "whole.pt")
+    job = start(TORCHRUN.format(2), *options, "--num-workers", 1, LADDER_SLOW=0)
     job.wait_for(r"Epoch 0 \| Step 7 ")
     end(job, how)
     late = time.monotonic() + 60
@@ -99,24 +99,24 @@ def test_torchruns_workers_save_in_mid_epoch(fork, start, tmp_path, fashion, how
     assert 'ddp_torchrun.py", line' not in text and "DataLoader worker" not in text, text
     whole, stopped = load(tmp_path / "whole.pt"), load(tmp_path / "checkpoint.pt")
     assert 0 < stopped["samples_seen"] == int(seen) < 400 and not same_bytes(stopped, whole)
-    fork(launch, *options[:-2], "--resume")
+    train(tmp_path, "ddp_torchrun.py", 2, *options, "--resume")
     assert same_bytes(load(tmp_path / "checkpoint.pt"), whole)
 
 
 @pytest.mark.parametrize(
-    ("steps", "slow"),
+    ("steps", "seconds"),
     [
         (1, "0"),
-        (2, "0"),
+        pytest.param(2, "0", marks=slow),
         pytest.param(99, "0:4", marks=pytest.mark.slow("its steps take four seconds")),
     ],
 )
 def test_a_stop_is_heard_in_short_epochs_and_between_long_steps(
-    start, tmp_path, fashion, steps, slow
+    start, tmp_path, fashion, steps, seconds
 ):
     """Only the last rank hears it. torchrun kills all after 30 seconds."""
     data = fashion(16 * steps, 10)
-    job = start(TORCHRUN.format(2), 999, *data, "--batch-size", 8, fork=True, LADDER_SLOW=slow)
+    job = start(TORCHRUN.format(2), 999, *data, "--batch-size", 8, LADDER_SLOW=seconds)
     job.wait_for("Epoch 3 " if steps < 3 else "Epoch 0 ")
     time.sleep(0 if steps < 3 else 5)
     os.kill(job.workers()[-1], signal.SIGTERM)
@@ -134,7 +134,7 @@ def test_the_ranks_ask_each_other_at_every_tenth_step_or_at_each_slow_one(make):
         assert trainer.steps_between_questions == then and not trainer.stopping
 
 
-@pytest.mark.parametrize("launch", [SPAWN2, NODE2])
+@pytest.mark.parametrize("launch", [SPAWN2, pytest.param(NODE2, marks=slow)])
 def test_a_parent_that_is_killed_while_its_processes_start(start, fashion, launch):
     """They end where they would have begun, and not after 999 epochs."""
     script, *options = launch

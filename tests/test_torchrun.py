@@ -10,39 +10,27 @@ import pytest
 from helpers.files import difference, load, same_bytes
 from helpers.hosts import require
 from helpers.jobs import TORCHRUN, epochs, losses
+from helpers.ranks import train
 
-RESTARTS = "torchrun --standalone --nproc_per_node=2 --max-restarts={} ddp_torchrun.py"
 
-
-@pytest.mark.slow("five launches of real command lines")
-def test_ways_of_launching(run, tmp_path, fashion):
-    options = (1, *fashion(200, 10))
-    launches = [
-        "torchrun --nproc_per_node=2 ddp_torchrun.py",
-        TORCHRUN.format(2),
-        "python -m torch.distributed.run --standalone --nproc-per-node 2 ddp_torchrun.py",
-        "python -m torch.distributed.launch --standalone --nproc_per_node=2 ddp_torchrun.py",
-    ]
-    env = {"LADDER_DTYPE": "float64"}
-    snapshots = []
-    for launch in launches:
-        text = run(launch, *options, **env)
-        assert "[rank 0 of 2] " in text and "[rank 1 of 2] " in text and len(epochs(text)) == 1
-        assert text.count("Steps: 4\n") == 2 and text.count("Total time: ") == 1
-        snapshots.append(load(tmp_path / "checkpoint.pt"))
-    assert all(same_bytes(snapshot, snapshots[0]) for snapshot in snapshots)
-    text = run("ddp_torchrun.py", *options, "--batch-size", 64, **env)  # for a debugger
-    assert "[rank 0 of 1] " in text and text.count("Steps: 4\n") == 1
-    assert difference(load(tmp_path / "checkpoint.pt"), snapshots[0]) < 1e-12
+@pytest.mark.slow("real command lines, one after the other")
+def test_other_ways_of_launching(run, tmp_path, fashion):
+    data = (1, *fashion(200, 10))
+    train(tmp_path, "ddp_torchrun.py", 2, *data, "--snapshot-path", "whole.pt")
+    for launch in ("torchrun", "python -m torch.distributed.launch --standalone"):
+        text = run(f"{launch} --nproc_per_node=2 ddp_torchrun.py", *data)
+        assert text.count("Steps: 4\n") == 2 and len(epochs(text)) == 1
+        assert same_bytes(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt"))
 
 
 def test_a_restart_goes_on_from_the_last_snapshot_and_a_report_names_the_rank(
-    run, fork, tmp_path, fashion
+    run, tmp_path, fashion
 ):
     """Rank 1 raises in its seventh forward pass, in training or evaluation; an epoch has five."""
     options = fashion(200, 10)
-    fork(TORCHRUN.format(2), 2, *options, "--snapshot-path", "whole.pt")
-    text = run(RESTARTS.format(1), 3, *options, "--resume", status=1, LADDER_RAISE="1:7")
+    train(tmp_path, "ddp_torchrun.py", 2, 2, *options, "--snapshot-path", "whole.pt")
+    options = (3, *options, "--resume")
+    text = run(TORCHRUN.format("2 --max-restarts=1"), *options, status=1, LADDER_RAISE="1:7")
     assert text.count("No snapshot at ") == 1
     assert text.count("Resuming training from snapshot at Epoch 1\n") == 1
     assert [line["epoch"] for line in epochs(text)] == [0, 1]
@@ -57,12 +45,10 @@ def test_a_restart_goes_on_from_the_last_snapshot_and_a_report_names_the_rank(
 @pytest.mark.parametrize(
     ("rank", "address"), [(1, ""), (0, " --master_addr=localhost --master_port={}")]
 )
-def test_a_killed_rank_is_restarted_as_often_as_it_takes(
-    start, fork, tmp_path, fashion, rank, address
-):
+def test_a_killed_rank_is_restarted_as_often_as_it_takes(start, tmp_path, fashion, rank, address):
     """Three times, in one node's store, which torchrun keeps for all attempts (pytorch#135712)."""
     options = (6, *fashion(200, 10))
-    fork(TORCHRUN.format(2), *options, "--snapshot-path", "whole.pt")
+    train(tmp_path, "ddp_torchrun.py", 2, *options, "--snapshot-path", "whole.pt")
     with socket.create_server(("localhost", 0)) as free:
         address = address.format(free.getsockname()[1])
     launch = f"torchrun --nproc_per_node=2 --max-restarts=3{address} ddp_torchrun.py"

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.files import cifar_files, load
+from helpers.files import load
 from helpers.jobs import LAUNCHES, ROOT, SCRIPTS, Job, epochs
 
 from common.model import build_model
@@ -63,18 +63,10 @@ def mnist(tmp_path):
 
 
 @pytest.mark.slow("180,000 images")
-def test_mnist_passes_98_5_percent_in_three_epochs(fork, mnist):
-    lines = epochs(fork("ddp_spawn.py", 3, "--dataset", "mnist"))
+def test_mnist_passes_98_5_percent_in_three_epochs(run, mnist):
+    lines = epochs(run("ddp_spawn.py", 3, "--dataset", "mnist"))
     assert len(lines) == 3 and lines[-1]["total"] == 10_000
     assert max(line["accuracy"] for line in lines) > 98.5, lines
-
-
-def test_cifar10_shaped_files_train_the_lenet(fork, tmp_path):
-    cifar_files(tmp_path / "data")
-    options = ("--dataset", "cifar10", "--batch-size", 10)
-    lines = epochs(fork("ddp_spawn.py", 3, *options, LADDER_MD5="skip"))
-    assert lines[0]["total"] == 100
-    assert lines[-1]["train_loss"] < lines[0]["train_loss"] and lines[-1]["accuracy"] > 20
 
 
 def test_tensorboard_files(make, capsys):

@@ -1,12 +1,12 @@
 """docs/your_loop.md: each of its programs runs, and ends with the weights of the first one."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
+from helpers import ranks
 from helpers.files import load, patched
-from helpers.jobs import ROOT, Job
+from helpers.jobs import ROOT
 
 PAGE = (ROOT / "docs" / "your_loop.md").read_text()
 (FIRST,) = re.findall(r"```python train.py\n(.*?)```", PAGE, re.S)
@@ -14,22 +14,16 @@ PAGE = (ROOT / "docs" / "your_loop.md").read_text()
 PROGRAMS = [FIRST]
 for step in STEPS:
     PROGRAMS.append(patched(PROGRAMS[-1], step))
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
 
 
-def train(
-    folder: Path, program: str, processes: int = 0, fork: bool = True, dtype: str = "float64"
-) -> list[str]:
+def train(folder: Path, program: str, processes: int = 1, dtype: str = "float64") -> list[str]:
     """What the program prints; it writes its weights into `folder`."""
     (folder / "train.py").write_text(program)
-    launch = [*TORCHRUN, str(processes)] if processes else [sys.executable]
-    env = {"LADDER_DTYPE": dtype, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "LADDER_ATEXIT": "1"}
-    if not fork:
-        launch += ["--max-restarts", "1"]
-    text = Job([*launch, str(folder / "train.py")], folder, env, fork=fork).finish()
-    if not fork:  # no thread of gloo's is left where the two ranks and torchrun end
-        assert len(re.findall("^Python ends: (?!.*gloo)", text, re.M)) == 3, text
-    return re.findall(r"epoch \d: \d+ of 303", text)  # two ranks print at once
+    return lines(ranks.train(folder, folder / "train.py", processes, dtype=dtype))
+
+
+def lines(text: str) -> list[str]:
+    return re.findall(r"epoch \d: \d+ of 303", text)
 
 
 def off(folder: Path, expected: dict) -> float:
@@ -57,27 +51,31 @@ def test_the_first_program_prints_what_the_page_says(tmp_path):
 
 @pytest.mark.parametrize("step", [1, 2, 3, 4])
 def test_each_step_gives_the_weights_of_one_device(tmp_path, one, step):
-    lines = train(tmp_path, PROGRAMS[step], 2)
-    assert sorted(lines) == sorted(one[0] * (2 if step < 3 else 1))
+    assert train(tmp_path, PROGRAMS[step], 2) == one[0] * (2 if step < 3 else 1)
     assert off(tmp_path, one[1]) < 1e-12
 
 
 def test_the_last_step_resumes_on_other_numbers_of_processes(tmp_path, one):
     half = PROGRAMS[5].replace("range(first_epoch, 5)", "range(first_epoch, 2)")
     assert half != PROGRAMS[5]
-    lines = train(tmp_path, half, 2)
-    assert lines + train(tmp_path, PROGRAMS[5], 4) == one[0]
+    assert train(tmp_path, half, 2) + train(tmp_path, PROGRAMS[5], 4) == one[0]
     assert off(tmp_path, one[1]) < 1e-12
     assert load(tmp_path / "snapshot.pt")["epoch"] == 5
 
 
-def test_torchrun_restarts_it_after_a_crash(tmp_path, one):
+def test_torchrun_restarts_it_after_a_crash(run, tmp_path, one):
+    """And no thread of gloo's is left where the two ranks and torchrun end."""
     crash = """    if epoch == 2 and rank == 0 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         raise ArithmeticError
 """
     program = PROGRAMS[5].replace("    model.train()\n", crash + "    model.train()\n")
     assert program != PROGRAMS[5]
-    assert train(tmp_path, program, 2, fork=False) == one[0]
+    (tmp_path / "train.py").write_text(program)
+    launch = f"torchrun --standalone --nproc_per_node=2 --max-restarts=1 {tmp_path}/train.py"
+    env = {"LADDER_DTYPE": "float64", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": 1, "LADDER_ATEXIT": 1}
+    text = run(launch, **env)
+    assert lines(text) == one[0]
+    assert len(re.findall("^Python ends: (?!.*gloo)", text, re.M)) == 3, text
     assert off(tmp_path, one[1]) < 1e-12
 
 

@@ -1,6 +1,5 @@
 """The files that jobs read and write: data sets, snapshots."""
 
-import pickle
 import re
 import struct
 from pathlib import Path
@@ -48,35 +47,12 @@ def idx_files(folder: Path, train: int, test: int, seed: int = 0) -> Path:
     return folder
 
 
-def cifar_files(folder: Path) -> None:
-    """600 images in torchvision's format, each class in a colour of its own."""
-    base = folder / "cifar-10-batches-py"
-    base.mkdir(parents=True)
-    rng = np.random.default_rng(0)
-    colours = rng.integers(0, 200, (10, 3, 1))
-    for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"):
-        labels = rng.integers(0, 10, 100)
-        data = colours[labels] + rng.integers(0, 55, (100, 3, 1024))
-        entry = {"data": data.reshape(100, 3072).astype("u1"), "labels": labels.tolist()}
-        (base / name).write_bytes(pickle.dumps(entry))
-    meta = {"label_names": [str(i) for i in range(10)]}
-    (base / "batches.meta").write_bytes(pickle.dumps(meta))
-
-
-def hunks(diff: str) -> list[tuple[str, str]]:
-    """The old and the new lines of each hunk, of a diff whose hunks begin with @@."""
-    found = []
+def patched(text: str, diff: str) -> str:
+    """The text with this diff's changes, whose hunks begin with @@ and have old lines that stand
+    there just once."""
     for hunk in re.split(r"^@@.*\n", diff, flags=re.M)[1:]:
         lines = hunk.splitlines(keepends=True)
-        found.append(
-            tuple("".join(line[1:] for line in lines if line[0] in sign) for sign in (" -", " +"))
-        )
-    return found
-
-
-def patched(text: str, diff: str) -> str:
-    """The text with this diff's changes; the old lines of each hunk stand there just once."""
-    for old, new in hunks(diff):
+        old, new = ("".join(line[1:] for line in lines if line[0] in sign) for sign in (" -", " +"))
         assert text.count(old) == 1, f"{text.count(old)} times:\n{old}"
         text = text.replace(old, new)
     return text

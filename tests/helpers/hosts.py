@@ -4,17 +4,14 @@ A host is a network namespace with an address, a hostname and an /etc/hosts of i
 joins them, and nothing else is reachable. Files, processes, CPUs and the clock are shared.
 """
 
-import atexit
 import contextlib
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -49,17 +46,6 @@ def run(*argv: object) -> str:
     return done.stdout
 
 
-def kill(find: Callable[[], list[int]]) -> None:
-    """SIGKILL to all that `find` finds, until it finds nothing."""
-    end = time.monotonic() + 10
-    while pids := find():
-        assert time.monotonic() < end, f"cannot be killed: {pids}"
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.01)
-
-
 class Hosts:
     """`count` hosts on one bridge: ladder<number>n1 with 10.77.<number>.1, and so on.
 
@@ -71,7 +57,6 @@ class Hosts:
         self.count = count
         self.number, self._claim = self._claimed()
         self._remove()  # what a run that was killed left under this number
-        atexit.register(self.close)
         bridge = self.bridge = f"ladder{self.number}bridge"
         run("ip", "netns", "add", bridge)
         run("ip", "-n", bridge, "link", "add", "br0", "up", "type", "bridge")
@@ -133,11 +118,10 @@ class Hosts:
         rename = ["sh", "-c", 'hostname "$0" && exec "$@"', self.name(host)]
         return [*enter, *rename, "env", *unset, *settings, *map(str, argv)]
 
-    def exported(self, rank: int) -> dict[str, str]:
+    def exported(self, rank: int) -> dict[str, object]:
         """What a scheduler exports for a job of one process on each host: torchrun's variables."""
         env = {"RANK": rank, "WORLD_SIZE": self.count, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-        env |= {"MASTER_ADDR": self.address(0), "MASTER_PORT": 22225, "GLOO_SOCKET_IFNAME": ""}
-        return {name: str(value) for name, value in env.items()}
+        return env | {"MASTER_ADDR": self.address(0), "MASTER_PORT": 22225}
 
     def link(self, host: int, up: bool) -> None:
         """Pull the host's cable, or put it back. The host keeps its address; packets get lost."""
@@ -149,22 +133,16 @@ class Hosts:
             tbf = ("root", "tbf", "rate", rate, "burst", "64k", "latency", "400ms")
             run("tc", "-n", self.name(each), "qdisc", "replace", "dev", "eth0", *tbf)
 
-    def pids(self, host: int) -> list[int]:
-        """All living processes on the host."""
-        return [int(pid) for pid in run("ip", "netns", "pids", self.name(host)).split()]
-
     def close(self) -> None:
         """Kill what still runs on the hosts, and remove them."""
-        if self._claim.fileno() < 0:  # closed before: the number may be another's by now
-            return
-        atexit.unregister(self.close)
         self._remove()
         self._claim.close()
 
     def _remove(self) -> None:
         ours = re.compile(rf"^ladder{self.number}(?:n\d+|bridge)\b", re.M)
         for name in ours.findall(run("ip", "netns", "list")):
-            kill(lambda name=name: [int(pid) for pid in run("ip", "netns", "pids", name).split()])
+            while pids := run("ip", "netns", "pids", name).split():
+                subprocess.run(["kill", "-KILL", *pids], stderr=subprocess.DEVNULL)
             run("ip", "netns", "del", name)
             shutil.rmtree(NETNS / name, ignore_errors=True)
         with contextlib.suppress(OSError):  # not empty, or not there

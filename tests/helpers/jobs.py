@@ -1,5 +1,6 @@
 """Running the real command lines: each in a session of its own, watched for what it leaves."""
 
+import argparse
 import os
 import re
 import signal
@@ -8,14 +9,16 @@ import sys
 import time
 import uuid
 from pathlib import Path
+from types import ModuleType
 
 import pytest
-
-from helpers.forks import Fork
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "tests" / "site"
 SCRIPTS = ("single_gpu.py", "data_parallel.py", "ddp_spawn.py", "ddp_torchrun.py", "multinode.py")
+every_script = pytest.mark.parametrize("script", SCRIPTS)
+every_ddp_script = pytest.mark.parametrize("script", SCRIPTS[2:])
 # Standalone: its own port, also where torchrun's default is a fixed one (before torch 2.9).
 TORCHRUN = "torchrun --standalone --nproc_per_node={} ddp_torchrun.py"
 # What multinode.py needs where it is alone. Each Job puts a new file of its folder in this place.
@@ -32,14 +35,7 @@ EPOCH = re.compile(
 class Job:
     """A script that was started; `finish` waits for it and checks that no process is left."""
 
-    def __init__(
-        self,
-        command: list[str],
-        folder: Path,
-        env: dict[str, str],
-        fork: bool = False,
-        host: str = "",
-    ) -> None:
+    def __init__(self, command: list[str], folder: Path, env: dict[str, str]) -> None:
         if sys.platform != "linux":
             pytest.skip("needs Linux: it looks into /proc for what a job leaves behind")
         self.mark = uuid.uuid4().hex
@@ -52,9 +48,6 @@ class Job:
         self.folder, self.output = folder, folder / f"output-{self.mark}"
         self.output.touch()
         command = [word.replace("file://new", f"file://{self.output}-store") for word in command]
-        if fork:
-            self.process = Fork(command, folder, env, self.output, host)
-            return
         with self.output.open("wb") as out:
             self.process = subprocess.Popen(
                 command,
@@ -129,7 +122,7 @@ class Job:
 
     def kill(self) -> None:
         if self.process.poll() is None:
-            os.kill(self.process.pid, signal.SIGKILL)  # it may have no session of its own yet
+            self.process.kill()
         for pid in self.pids():
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -169,3 +162,16 @@ def losses(text: str) -> list[float]:
     """The loss of every step, with --log-interval 1: rank 0's."""
     found = re.findall(r"\| Step \d+ \| Loss(?: of rank 0)?: (\S+)", text)
     return [float(value) for value in found]
+
+
+def inner(trainer: object) -> torch.nn.Module:
+    return getattr(trainer.model, "module", trainer.model)
+
+
+def set_up(module: ModuleType, args: argparse.Namespace, number: int = 0) -> torch.device:
+    """ddp_setup() as main() calls it in the process of this number.
+
+    ddp_torchrun.py takes its number from the environment.
+    """
+    args.store = "output-store"
+    return module.ddp_setup(*([] if module.__name__ == "ddp_torchrun" else [number]), args)
