@@ -147,25 +147,22 @@ def plot(result: dict, path: Path) -> None:
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
-    plt.rcParams.update({"svg.hashsalt": "ladder", "svg.fonttype": "none", "font.size": 9})
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    case = "mlp-256-2-accumulate"
-    frugal = {name: runs(result, case, name) for name in names(result, case)}
-    few = {"single_gpu.py, 1 process": runs(result, "mlp-32-1", "single_gpu.py")}
-    for name in names(result, "mlp-32-2"):
-        if name not in (ALONE, SPAWNED, *BEFORE.values()):
-            few[name] = runs(result, "mlp-32-2", name)
-    titles = ("It pays: 2 processes, batches of 256, --accumulate 8",)
-    titles += ("It does not: 2 processes, batches of 32",)
-    for axis, contestants, title in zip(axes, (frugal, few), titles, strict=True):
-        for name, found in reversed(contestants.items()):
-            if rates := [*found.values()]:
-                colour = ("tab:blue", "silver", "tab:orange")[kind(name)]
-                axis.barh(name, statistics.median(rates), color=colour)
-                axis.plot(rates, [name] * len(rates), "k.", markersize=3)
-        axis.set_title(title, fontsize=9)
-        axis.set_xlabel("samples per second\n(orange: the upper bound, dots: runs)")
-    figure.savefig(path, metadata={"Date": None})
+    grey = "#6e7781"  # for light pages and dark ones
+    plt.rcParams.update({"svg.hashsalt": "ladder", "svg.fonttype": "none", "font.size": 10})
+    plt.rcParams.update(dict.fromkeys(("text.color", "xtick.color", "ytick.color"), grey))
+    figure, axis = plt.subplots(figsize=(7, 2.6), layout="constrained")
+    shown = ("ddp_torchrun.py", "ddp_spawn.py", "tutorial, 1 thread", "Fabric", "Accelerate")
+    for name in reversed(("upper bound", *shown, "tutorial")):
+        contestant = TOGETHER if name == "upper bound" else name
+        if rates := [*runs(result, "mlp-256-2", contestant).values()]:
+            rate = statistics.median(rates)
+            axis.barh(name, rate, color=("tab:blue", "silver", "tab:orange")[kind(contestant)])
+            axis.text(rate + 400, name, f"{rate:,.0f}", va="center")
+    axis.set_title("Samples per second, two processes with batches of 256", fontsize=10)
+    axis.set_xticks([])
+    axis.tick_params(length=0)
+    axis.spines[:].set_visible(False)
+    figure.savefig(path, metadata={"Date": None}, transparent=True)
     plt.close(figure)
 
 

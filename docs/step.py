@@ -29,7 +29,6 @@ COLORS = {
     "waiting": "#8c959f",
     "optimizer": "#8250a8",
     "all-reduce": "#c9400a",
-    "broadcast": "#9a6700",
 }
 
 
@@ -52,7 +51,6 @@ def traced(step: Callable[[], object]) -> list[tuple[str, float, float]]:
         ("backward", backward[0][0], backward_end),
         ("waiting", backward_end, max(backward_end, reduces[-1][1])),
         ("optimizer", *named("Optimizer.step")[0]),
-        *(("broadcast", *times) for times in named("gloo:broadcast")),
         *(("all-reduce", *times) for times in reduces),
     ]
 
@@ -62,12 +60,12 @@ def draw(ranks: list[list[tuple[str, float, float]]], path: str) -> None:
 
     plt.switch_backend("svg")
     plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "step", "font.size": 10})
-    figure, axes = plt.subplots(figsize=(9, 3.4), layout="constrained", facecolor="white")
+    figure, axes = plt.subplots(figsize=(7.5, 3.4), layout="constrained", facecolor="white")
     zero = min(begin for rank in ranks for _, begin, _ in rank)
     for number, rank in enumerate(ranks):
         buckets = 0
         for kind, begin, end in rank:
-            row = 2.3 * number + (kind in ("broadcast", "all-reduce"))
+            row = 2.3 * number + (kind == "all-reduce")
             axes.barh(row, end - begin, 0.8, begin - zero, color=COLORS[kind], edgecolor="white")
             buckets += kind == "all-reduce"
             text = f"bucket {buckets}" if kind == "all-reduce" else kind

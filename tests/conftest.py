@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from helpers.files import idx_files
-from helpers.jobs import SITE, Job, command, refusal
+from helpers.jobs import SITE, Job, command
 
 from common.data import make_digits
 
@@ -83,9 +83,7 @@ def command_line(tmp_path, monkeypatch):
     In the tests' own process, as on a machine without accelerators, also in a test marked gpu.
     """
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        torch.accelerator, "current_accelerator", lambda check_available=False: None
-    )
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: None)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "")  # ddp_torchrun.py sets them where nobody has
         monkeypatch.delenv(name)
@@ -116,9 +114,27 @@ def parse(command_line, tmp_path):
 
 
 @pytest.fixture
+def pretend(command_line, monkeypatch):
+    """pretend(type, count, backends) -> what a process sets up where there are such devices."""
+
+    def pretend(type: str, count: int, backends: tuple = ("nccl", "gloo")) -> SimpleNamespace:
+        job, patch = SimpleNamespace(index=None, threads=8), monkeypatch.setattr
+        patch(torch.accelerator, "current_accelerator", lambda *_, **__: torch.device(type))
+        patch(torch.accelerator, "device_count", lambda: count)
+        patch(torch.accelerator, "set_device_index", lambda index: setattr(job, "index", index))
+        patch(torch, "set_num_threads", lambda number: setattr(job, "threads", number))
+        patch(dist, "is_backend_available", lambda name: name in backends)
+        patch(dist, "init_process_group", lambda name, **more: vars(job).update(more, backend=name))
+        patch(dist, "get_backend", lambda: job.backend)
+        patch(dist, "get_rank", lambda: job.rank)
+        return job
+
+    return pretend
+
+
+@pytest.fixture
 def calls():
-    """What main() did in the last make(), in its order: ("load_dataset", its arguments), ..."""
-    return []
+    return []  # what main() did in the last make(): ("train", its arguments), ...
 
 
 @pytest.fixture
@@ -140,10 +156,6 @@ def make(parse, calls, monkeypatch, tmp_path):
         data, trainers = (make_digits(40, 0), make_digits(10, 1)), []
         calls.clear()
 
-        def load_dataset(*given: object) -> tuple:
-            calls.append(("load_dataset", *given))
-            return data
-
         def train(self: object, total_epochs: int) -> None:
             calls.append(("train", total_epochs))
             trainers.append(self)
@@ -153,7 +165,8 @@ def make(parse, calls, monkeypatch, tmp_path):
             calls.append(("destroy_process_group", *(["main() still has DDP"] if held else [])))
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "load_dataset", load_dataset)
+            load = lambda *given: calls.append(("load_dataset", *given)) or data  # noqa: E731
+            patch.setattr(module, "load_dataset", load)
             patch.setattr(module.Trainer, "train", train)
             patch.setattr(signal, "signal", lambda *_: None)
             patch.setattr(dist, "barrier", lambda: calls.append(("barrier",)))
@@ -180,7 +193,10 @@ def refuse(command_line, capsys, tmp_path):
         with pytest.raises(SystemExit) as caught:
             command_line(script, *arguments).parse_args()
         assert caught.value.code == 2
-        return refusal(capsys.readouterr().err, script, tmp_path)
+        usage, error = capsys.readouterr().err.splitlines()
+        assert usage == f"usage: {script} [total_epochs] [save_every] [options]"
+        assert all(path.name.startswith("output-") for path in tmp_path.iterdir())
+        return error.removeprefix(f"{script}: error: ")
 
     return refuse
 

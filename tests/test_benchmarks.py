@@ -8,14 +8,11 @@ from pathlib import Path
 import pytest
 import report
 import run as harness
-from helpers.jobs import ROOT
 
-RESULTS = ROOT / "benchmarks" / "results.json"
 THREE_EPOCHS = """\
 import time
-epochs = enumerate((1, 20, 30))
-lines = [f"Epoch {n} | Accuracy: {n}/100 ({n}.00%) | {rate} samples/s\\n" for n, rate in epochs]
-print("".join(lines), flush=True)
+for n, rate in enumerate((1, 20, 30)):
+    print(f"Epoch {n} | Accuracy: {n}/100 ({n}.00%) | {rate} samples/s", flush=True)
 time.sleep(100)
 """
 
@@ -66,41 +63,35 @@ def test_the_targets_and_the_columns_are_among_the_cases(tmp_path, monkeypatch):
         assert ("LADDER_CPU" in env) is hidden
 
 
-def record(contestant: str, number: int, rate: float, case: str = "mlp-32-2") -> dict:
-    return {"case": case, "contestant": contestant, "round": number, "rate": rate}
+def record(contestant: str, number: int, **found: object) -> dict:
+    return {"case": "mlp-32-2", "contestant": contestant, "round": number, **found}
 
 
 def test_ratios_are_taken_within_a_round_and_their_median_counts():
     ours, bound = "ddp_spawn.py", report.SPAWNED
-    records = [record(ours, 0, 96), record(bound, 0, 100)]
-    records += [record(ours, 1, 48), record(bound, 1, 50)]  # a slow minute
-    records += [record(ours, 2, 10), record(bound, 2, 100)]
-    records += [{"case": "mlp-32-2", "contestant": bound, "round": 3, "error": "killed"}]
-    records += [record(ours, 3, 96)]
+    records = [record(bound, 3, error="killed"), record(report.TOGETHER, 0, rate=200)]
+    records += [record(ours, number, rate=rate) for number, rate in enumerate((96, 48, 10, 96))]
+    records += [record(bound, number, rate=rate) for number, rate in enumerate((100, 50, 100))]
     # The error of the median: 1.25 * 0.4965 / sqrt(3).
     assert report.targets({"records": records}) == [
         "- `mlp-32-2`: ddp_spawn.py is to do 0.95 of compute + all-reduce, mp.spawn. "
         "It does 0.96 ± 0.36 (0.10 to 0.96 in 3 rounds), which is **undecided**."
     ]
-    records += [record(report.TOGETHER, 0, 200)]
     assert "| ddp_spawn.py | 72 (0.48) |" in report.table({"records": records})
     values = {"ours": 90, "theirs": 91, "odd": 80, "compute alone": 80}
-    records = [{**record(name, 0, 1), "accuracy": value} for name, value in values.items()]
+    records = [record(name, 0, accuracy=value) for name, value in values.items()]
     odd = ["- mlp-32-2: odd learns 80.0%, and the median is 90.0%"]
     assert report.odd_ones({"records": records}) == odd
-    # A target within two errors is undecided.
-    sure, unsure = [1.0, 1.0, 1.0, 1.0], [0.9, 1.0, 1.0, 1.1]  # an error of 0.05
-    found = [report.verdict(sure, target) for target in (0.99, 1.0, 1.01)]
-    assert found == ["reached", "reached", "missed"]
-    found = [report.verdict(unsure, target) for target in (0.89, 0.91, 1.09, 1.11)]
-    assert found == ["reached", "undecided", "undecided", "missed"]
+    # A target within two errors is undecided: here they are 0 and 0.05.
+    found = [report.verdict([1.0] * 4, target) for target in (1.0, 1.01)]
+    found += [report.verdict([0.9, 1.0, 1.0, 1.1], target) for target in (0.89, 0.91, 1.09, 1.11)]
+    assert found == ["reached", "missed", "reached", "undecided", "undecided", "missed"]
 
 
 def test_the_committed_page_is_that_of_the_committed_figures():
     assert report.fill("<!-- a -->\n1\n<!-- end -->", {"a": "2"}) == "<!-- a -->\n2\n<!-- end -->"
-    result = json.loads(RESULTS.read_text())
-    stale = "run `python benchmarks/report.py`"
-    assert RESULTS.with_name("RESULTS.md").read_text() == report.page(result), stale
+    result = json.loads(report.PAGE.with_name("results.json").read_text())
+    assert report.PAGE.read_text() == report.page(result), "run `python benchmarks/report.py`"
     measured = {record["case"] for record in result["records"]}
     assert {case.key for case in harness.all_cases(None)} <= measured
     assert not [record for record in result["records"] if "error" in record]

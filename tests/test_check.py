@@ -1,40 +1,32 @@
-"""benchmarks/check.py: where a step's time goes, what more nodes would bring, and the sentence that
-follows.
+"""benchmarks/check.py: its times, by a clock of the test's own; its predictions and its verdict."""
 
-The figures with a clock of the test's own; the causes on ranks that really have them."""
-
-import itertools
+import functools
 import re
 import shutil
 import signal
 import sys
 
-import check as checking
 import pytest
 import torch
 import torch.distributed as dist
-from check import Rank, report, verdict
+from check import Rank, check, main, measure, report, verdict
 from helpers.hosts import Hosts, require, requirements
 from helpers.jobs import ALONE, ROOT, Job, command
+
+from common.data import ImageDataset
 
 CHECK = "benchmarks/check.py"
 TWO = f"torchrun --standalone --nproc_per_node=2 {CHECK}"
 SECONDS = {"step": 0.100, "data": 0.001, "compute": 0.089, "fixed": 0.004, "alone": 0.080}
-SECONDS |= {"reduce": 0.040, "latency": 0.0012}
-FAST = Rank(host="alpha", threads=1, cores=4, samples=30, **SECONDS)
-FOUR = [  # ranks on two nodes
-    FAST,
-    FAST,
+FAST = Rank("alpha", threads=1, cores=4, samples=30, **SECONDS, reduce=0.040, latency=0.0012)
+FOUR = 2 * [FAST] + [  # ranks on two nodes
     FAST._replace(host="beta", data=0.002, compute=0.090, step=0.104),
     FAST._replace(host="beta", compute=0.088),
 ]
+said = functools.partial(report, size=48_000_000, steps=50, accumulate=1)
 
 
-def said(ranks: list[Rank], accumulate: int = 1) -> list[str]:
-    return report(ranks, size=48_000_000, steps=50, accumulate=accumulate)
-
-
-def test_the_lines_of_several_nodes():
+def test_the_lines_that_it_prints():
     # A ring of four has six messages: 0.2 ms each to arrive, and 40/6 - 0.2 = 6.4667 ms for 12 MB,
     # 1.8557 GB/s. Eight ranks: 14 (0.2 + 48 / 8 / 1.8557) = 48.07 ms, 8.07 more. And so on.
     assert said(FOUR, accumulate=2) == [
@@ -54,9 +46,7 @@ def test_the_lines_of_several_nodes():
     for step, ending in ((0.3, "--batch-size"), (0.34, "; 1 process alone is faster")):
         slow = [rank._replace(step=step) for rank in FOUR]  # 120 samples; alone 369/s
         assert said(slow)[-1].endswith(ending)
-
-
-def test_the_lines_of_one_node():
+    # Of one node, and of one process.
     assert said(FOUR[:2])[3:-1] == [
         "Measured | 2 processes on one node | 600 samples/s | efficiency 81%",
         "Predicted | 1 process, threads 1 | 370 samples/s | efficiency 100%",
@@ -86,28 +76,21 @@ def test_the_sentence_names_what_costs_most():
 
 @pytest.fixture
 def clock(monkeypatch):
-    """clock(seconds): so much time goes by, and otherwise none. clock.now[0] is the time."""
+    """clock(seconds): so much time goes by. Otherwise only a batch of data takes some: 2 ms."""
+    fetch = ImageDataset.__getitems__
 
     def clock(seconds):
-        clock.now[0] += seconds
+        clock.now += seconds
 
-    clock.now = [1000.0]
-    monkeypatch.setattr("time.perf_counter", lambda: clock.now[0])
+    clock.now = 1000.0
+    monkeypatch.setattr("time.perf_counter", lambda: clock.now)
+    monkeypatch.setattr(ImageDataset, "__getitems__", lambda *given: clock(0.002) or fetch(*given))
     return clock
 
 
-def slowly(loader, clock):
-    """Batches, each 2 ms after the one before was asked for."""
-    for batch in itertools.chain.from_iterable(itertools.repeat(loader)):
-        clock(0.002)
-        yield batch
-
-
 def test_what_is_timed(make, monkeypatch, clock):
-    """Each part takes a time of its own; barriers take longest, and must not count. Of half the
-    samples there are as many micro-batches."""
-    options = ("--model", "mlp", "--batch-size", 4, "--accumulate", 2)
-    _, trainer = make("ddp_torchrun.py", *options)
+    """Each part takes a time of its own; barriers take longest, and must not count."""
+    _, trainer = make("ddp_torchrun.py", "--model", "mlp", "--batch-size", 4, "--accumulate", 2)
     counts, step = [], trainer._run_batch
 
     def run_batch(source, targets):
@@ -118,47 +101,38 @@ def test_what_is_timed(make, monkeypatch, clock):
         if len(counts) < 4:  # the real one, which must not change the weights
             step(source, targets)
 
-    def all_reduce(tensor, op=None):
-        clock(0.0005 + 1e-9 * tensor.nbytes)
-
     monkeypatch.setattr(dist, "barrier", lambda: clock(100))
-    monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(dist, "all_reduce", lambda x, **_: clock(0.0005 + 1e-9 * x.nbytes))
     trainer._run_batch = run_batch
-    trainer.train_data = slowly(trainer.train_data, clock)
     before = [parameter.clone() for parameter in trainer.model.parameters()]
-    rank = checking.measure(trainer, torch.zeros(1_000_000))
+    rank = measure(trainer, torch.zeros(1_000_000))
     assert all(map(torch.equal, before, trainer.model.parameters()))
-    assert rank.data == pytest.approx(0.002)
-    assert rank.step == pytest.approx(0.002 + 0.018 + 0.004)
-    assert rank.compute == pytest.approx(0.018) == rank.alone
-    assert rank.fixed == pytest.approx(0.010)
-    assert rank.reduce == pytest.approx(0.0045)
-    assert rank.latency == pytest.approx(0.0005, rel=0.01)
-    assert (rank.samples, rank.threads) == (8, 1)
-    assert set(counts) == {(8, 4), (4, 2)} and trainer.args.batch_size == 4
-    assert len(counts) == 6 + 5 * 3 * 20
+    expected = rank._replace(step=0.024, data=0.002, compute=0.018, fixed=0.010, alone=0.018)
+    expected = expected._replace(reduce=0.0045, latency=0.0005, samples=8, threads=1)
+    assert rank[1:] == pytest.approx(expected[1:], rel=1e-4)  # all but the host
+    assert set(counts) == {(8, 4), (4, 2)}  # of half the samples as many micro-batches
+    assert len(counts) == 6 + 5 * 3 * 20 and trainer.args.batch_size == 4
 
 
 def test_data_that_are_fetched_while_the_device_computes_cost_nothing(make, clock):
     """As on a GPU: a batch takes 2 ms of the 20 ms for which the one before is computed."""
     _, trainer = make("multinode.py", "--model", "mlp", "--batch-size", 8)
-    busy_until = [0.0]
+    clock.busy_until = 0.0
 
     def run_batch(source, targets):
-        clock(max(0.0, busy_until[0] - clock.now[0]))
-        busy_until[0] = clock.now[0] + 0.020
+        clock(max(0.0, clock.busy_until - clock.now))
+        clock.busy_until = clock.now + 0.020
 
-    trainer._run_batch, trainer.train_data = run_batch, slowly(trainer.train_data, clock)
-    assert checking.measure(trainer, torch.zeros(10)).data == pytest.approx(0, abs=1e-4)
+    trainer._run_batch = run_batch
+    assert measure(trainer, torch.zeros(10)).data == pytest.approx(0, abs=1e-4)
 
 
 def test_rank_0_prints_sums_that_are_right(make, monkeypatch, capsys):
     _, trainer = make("multinode.py", "--model", "mlp")
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(checking, "measure", lambda trainer, gradient: FAST)
+    monkeypatch.setattr("check.measure", lambda trainer, gradient: FAST)
     next(trainer.model.parameters()).requires_grad_(False)  # 784 x 512 of 669,706 are not sent
-    assert checking.check(trainer, 5) == 0
+    assert check(trainer, 5) == 0
     lines = capsys.readouterr().out.splitlines()[-6:]
     assert "| 1.07 MB |" in lines[0] and "| 2 steps |" in lines[2]
     # As with two processes, so the sums of one are wrong.
@@ -166,28 +140,24 @@ def test_rank_0_prints_sums_that_are_right(make, monkeypatch, capsys):
     monkeypatch.setattr(dist, "all_gather_object", lambda ranks, one: ranks.__setitem__(0, one))
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     with pytest.raises(SystemExit, match="error: 268298 of 536596 sums of all ranks are wrong"):
-        checking.check(trainer, 5)
+        check(trainer, 5)
     assert capsys.readouterr().out == ""
 
 
-OWN = {  # in the lines marked "your"
-    r"F\.cross_entropy\(": "(lambda output, targets, **_: F.mse_loss(output, targets))(",
-    r"load_dataset\(.*?\)": "2 * [[(torch.ones(10_000).double(), torch.ones(()).double())] * 65]",
-    r"build_model\(.*\)\.to": "nn.Sequential(nn.Linear(10_000, 1), nn.Flatten(0)).double().to",
-}
-
-
 def test_a_slow_rank_of_a_users_own_copy(run, tmp_path):
-    """With another data set, model and loss, and its own common/. Rank 1 sleeps in each step."""
     folder = tmp_path / "output-own"
     shutil.copytree(ROOT / "common", folder / "common")
     (folder / "common" / "__init__.py").write_text("print('my own', flush=True)\n")
-    lines = (ROOT / "ddp_torchrun.py").read_text().splitlines()
-    for old, new in OWN.items():
-        edited = [re.sub(f"{old}(.*# .*your)", rf"{new}\1", line) for line in lines]
-        assert edited != lines, old
-        lines = edited
-    text = re.sub(r"^def main\((.*?)\)", r"def main(\1, more=False)", "\n".join(lines), flags=re.M)
+    own = {  # in the lines marked "your"
+        r"F\.cross_entropy\(": "(lambda output, targets, **_: F.mse_loss(output, targets))(",
+        r"load_dataset\(.*?\)": "2 * [65 * [(torch.ones(9999).double(), torch.ones(()).double())]]",
+        r"build_model\(.*\)\.to": "nn.Sequential(nn.Linear(9999, 1), nn.Flatten(0)).double().to",
+    }
+    text = (ROOT / "ddp_torchrun.py").read_text()
+    for old, new in own.items():
+        text, count = re.subn(f"{old}(.*# .*your)", rf"{new}\1", text)
+        assert count, old
+    text = re.sub(r"^def main\((.*?)\)", r"def main(\1, more=False)", text, flags=re.M)
     (folder / "my_own.py").write_text(text)
     text = run(TWO, folder / "my_own.py", "--batch-size", 40, LADDER_SLOW=1)
     assert text.count("my own\n") >= 2
@@ -198,20 +168,13 @@ def test_a_slow_rank_of_a_users_own_copy(run, tmp_path):
     assert all(path.name.startswith("output-") for path in tmp_path.iterdir())
 
 
-@pytest.mark.slow("a ResNet on two ranks")
-def test_batchnorm_does_not_make_it_hang(run):
-    """Rank 0 sends its buffers to the others before a pass, but not where it computes alone."""
-    options = ("--model", "resnet18", "--batch-size", 2, "--timeout", 60)
-    assert "\nVerdict | " in run(TWO, ROOT / "ddp_torchrun.py", *options)
-
-
 def test_what_it_cannot_measure(make, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(sys, "path", [*sys.path])
 
     def refused(*arguments: object) -> str:
         monkeypatch.setattr(sys, "argv", ["check.py", *map(str, arguments)])
         with pytest.raises(SystemExit, match="2"):
-            checking.main()
+            main()
         return capsys.readouterr().err
 
     usage = "python benchmarks/check.py SCRIPT [the script's options]\n"
@@ -231,9 +194,8 @@ def test_what_it_cannot_measure(make, monkeypatch, capsys, tmp_path):
         assert refused(tmp_path / name).startswith(f"error: {name} {line}")
     _, trainer = make("single_gpu.py", "--model", "mlp")
     with pytest.raises(SystemExit, match="2"):
-        checking.check(trainer, 5)
-    line = "error: Trainer.model is not DDP, which this measures, but MLP\n"
-    assert capsys.readouterr().err == line
+        check(trainer, 5)
+    assert "Trainer.model is not DDP, which this measures, but MLP\n" in capsys.readouterr().err
     # A node's first process says it, and the others wait until that ends them.
     slept = []
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -243,25 +205,22 @@ def test_what_it_cannot_measure(make, monkeypatch, capsys, tmp_path):
 
 @pytest.mark.slow("starts processes as mp.spawn does")
 @pytest.mark.parametrize("launch", [("ddp_spawn.py",), ("multinode.py", *ALONE[:-1], 2)])
-def test_scripts_that_start_their_processes_themselves(run, tmp_path, launch):
-    script, *options = launch
-    text = run(CHECK, ROOT / script, *options, "--model", "mlp", "--nproc-per-node", 2)
+def test_scripts_that_start_their_processes_themselves(run, launch):
+    """With BatchNorm: rank 0 sends its buffers before a pass, but not where it computes alone."""
+    options = ("--nproc-per-node", 2, "--model", "resnet18", "--batch-size", 2, "--timeout", 60)
+    text = run(CHECK, ROOT / launch[0], *launch[1:], *options)
     assert "\nMeasured | 2 processes on one node |" in text and "\nVerdict | " in text
     assert "accumulate" not in text
 
 
 @pytest.mark.slow("nodes in network namespaces")
 def test_it_finds_the_speed_of_the_link(tmp_path):
-    """On two nodes, with torchrun's variables exported by hand."""
     require(requirements())
     with Hosts(2) as hosts:
         hosts.shape("100mbit")
-        jobs = []
-        for rank in (0, 1):
-            (tmp_path / f"host{rank}").mkdir()
-            words = command(CHECK, ROOT / "ddp_torchrun.py", "--model", "mlp")
-            words = hosts.command(rank, words, hosts.exported(rank))
-            jobs.append(Job(words, tmp_path / f"host{rank}", {}))
+        words = command(CHECK, ROOT / "ddp_torchrun.py", "--model", "mlp")
+        there = [hosts.command(rank, words, hosts.exported(rank)) for rank in (0, 1)]
+        jobs = [Job(words, tmp_path, {}) for words in there]
         text, _ = (job.finish() for job in jobs)
     found = re.search(r"^All-reduce \| 2.68 MB \| (\S+) ms \| (\S+) GB/s$", text, re.M)
     # 0.1 Gbit/s, with tbf's burst on top; less where other tests use the cores.

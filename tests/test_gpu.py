@@ -1,8 +1,4 @@
-"""On accelerators. Run these alone where there are some: pytest -m gpu.
-
-Batches are such that the global one is about 32 at any number of devices: with those that each of
-eight takes by default, few epochs would be too few steps.
-"""
+"""On accelerators, with a global batch of about 32 at any number of them: pytest -m gpu"""
 
 import re
 

@@ -81,11 +81,6 @@ def edited(folder: Path, script: str, marks: dict[str, str]) -> str:
     return str(folder / script)
 
 
-def test_a_mark_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(AssertionError, match=r"single_gpu.py has no self.model.module\(source\)"):
-        edited(tmp_path, "single_gpu.py", DDP)
-
-
 def test_every_script_trains_ones_own_project_to_the_same_weights(tmp_path):
     """Two inputs, a dictionary of outputs, a head for training only, and a schedule.
 

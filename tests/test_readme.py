@@ -1,41 +1,29 @@
-"""README, its Chinese version, docs/steps.md and docs/reference.md fit the scripts and the tests.
-
-.ci/run runs README's two set-up commands.
-"""
+"""README, the Chinese pages, docs/steps.md and docs/reference.md fit the scripts and the tests."""
 
 import difflib
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from helpers import hosts
 from helpers.jobs import ROOT, SCRIPTS, epochs
 from torch.distributed.run import get_args_parser
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")])
-README, CHINESE = ((ROOT / name).read_text() for name in ("README.md", "README.zh-CN.md"))
-STEPS = (ROOT / "docs" / "steps.md").read_text()
-REFERENCE = (ROOT / "docs" / "reference.md").read_text()
+README, REFERENCE = ((ROOT / page).read_text() for page in ("README.md", "docs/reference.md"))
 FENCE = re.compile(r"^```.*?^```$", re.M | re.S)
 
 
 @pytest.fixture
-def shell(tmp_path):
+def shell(tmp_path, monkeypatch):
     """shell(command) -> its output, in a folder with the scripts."""
     for name in ("common", "docs", *SCRIPTS):
         (tmp_path / name).symlink_to(ROOT / name)
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    env = {"OMP_NUM_THREADS": "1", **os.environ, "PATH": path}
-
-    def shell(command: str) -> str:
-        command = ["bash", "-ec", command]
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    return shell
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
+    return lambda command: hosts.run("bash", "-ec", command)
 
 
 def table(text: str, header: str) -> list[list[str]]:
@@ -45,8 +33,7 @@ def table(text: str, header: str) -> list[list[str]]:
 
 
 def test_what_the_first_command_prints(run, fashion):
-    """The lines that README shows, but for the numbers."""
-    output = run("ddp_spawn.py", 1, *fashion(100, 10))
+    output = run("ddp_spawn.py", 1, *fashion(100, 10))  # .ci/run runs the command itself
     (shown,) = re.findall(r"```text\n(.*?)```", README, re.S)
     shown, printed = (sorted(re.sub(r"\d+(\.\d+)?", "N", t).splitlines()) for t in (shown, output))
     assert len(shown) == 6 and {*shown} <= {*printed}
@@ -59,6 +46,7 @@ def test_the_commands_run(shell, tmp_path):
     assert second == first.replace("--node_rank=0", "--node_rank=1")  # test_torchrun.py runs these
     commands = [c for c in commands if "--node_rank" not in c and "sbatch" not in c]
     assert [re.search(r"\w+\.py", command)[0] for command in commands] == list(SCRIPTS)
+    commands.append("python -m torch.distributed.launch --nproc_per_node=2 ddp_torchrun.py")
     for command in commands:
         command = command.replace("=gpu", "=2")  # as README says for a CPU
         alone = f"file://{tmp_path}/store --rank 0 --world-size 1"
@@ -77,15 +65,15 @@ def test_the_commands_of_reference_and_the_picture(shell, tmp_path):
 
 
 def test_the_lines_that_steps_quotes_are_in_the_diffs():
-    sections = re.split(r"^## ", STEPS, flags=re.M)[1:]
+    _, *sections = (ROOT / "docs" / "steps.md").read_text().split("\n## ")
     assert len(sections) == len(SCRIPTS) - 1
     for section in sections:
         scripts = re.findall(r"`(\w+\.py)`", section.splitlines()[0])
         old, new = ((ROOT / script).read_text().splitlines() for script in scripts)
         changes = {line[:1] + line[1:].strip() for line in difflib.unified_diff(old, new, n=0)}
         quoted = "".join(re.findall(r"```diff\n(.*?)```", section, re.S)).splitlines()
-        assert len(quoted) > 3
-        assert not [line for line in quoted if line[:1] + line[1:].strip() not in changes]
+        quoted = {line[:1] + line[1:].strip() for line in quoted}
+        assert len(quoted) > 3 and quoted <= changes
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -94,18 +82,24 @@ def test_the_options_of_reference_and_of_the_docstring(script):
     has = {*re.findall(r'add\("([\w-]+)"', code)} - {"--local-rank"}  # which is hidden
     listed = set()
     for options, *_, scripts in table(REFERENCE, "option"):
-        named = re.findall(r"`(\w+\.py)`", scripts)
-        if (script in named) != ("all" in scripts):
+        if (script in scripts) != ("all" in scripts):
             listed.update(re.findall(r"`([\w-]+)`", options))
     assert listed == has, f"docs/reference.md does not fit {script}: {listed ^ has}"
     torchruns = {o for action in get_args_parser()._actions for o in action.option_strings}
     assert {*re.findall(r"--[a-z][\w-]+", docstring)} <= has | torchruns | {"--help"}
 
 
+def test_what_may_be_deleted_is_there():
+    for construct, scripts, *_ in table(REFERENCE, "construct"):
+        for script in SCRIPTS:
+            if (script in scripts) != ("all" in scripts):
+                text = (ROOT / script).read_text()
+                for piece in re.findall(r"(?<!write )`([^`]+)`", construct):
+                    assert piece in text, f"{piece} is not in {script}"
+
+
 def test_every_promise_names_tests_that_exist():
-    rows = table(REFERENCE, "promise")
-    assert len(rows) > 8
-    for promise, shown in rows:
+    for promise, shown in table(REFERENCE, "promise"):
         named = re.findall(r"`(tests/\w+\.py)::(\w+)`", shown)
         assert named, promise
         for file, name in named:
@@ -127,17 +121,15 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in slugs(target), link
 
 
-def kept(section: str) -> list:
-    """What a translation leaves as it is, in any order."""
-    section = section.replace(".zh-CN.md", ".md")
-    links = re.findall(r"\]\(([^)]*)\)", section)
-    words = re.findall(r"`[^`]+`", section)
-    numbers = re.findall(r"\d+(?:[.,]\d+)*%?", re.sub(r"`[^`]+`|\]\([^)]*\)", "", section))
-    return [sorted(links), sorted(words), sorted(numbers)]
-
-
-def test_the_chinese_readme_has_the_same_commands_links_and_numbers():
-    assert FENCE.findall(README) == FENCE.findall(CHINESE)
-    english, chinese = (re.split(r"^## ", FENCE.sub("", t), flags=re.M) for t in (README, CHINESE))
-    for pair in zip(english[1:], chinese[1:], strict=True):
-        assert kept(pair[0]) == kept(pair[1])
+@pytest.mark.parametrize("page", ["README", "docs/your_loop"])
+def test_a_chinese_page_has_the_same_code_links_and_numbers(page):
+    """In each section, but in any order."""
+    english, chinese = [], []
+    for language, found in (("", english), (".zh-CN", chinese)):
+        text = (ROOT / f"{page}{language}.md").read_text()
+        text = text.replace(".zh-CN.md", ".md")
+        text = re.sub(r"(\]\(|README.md|your_loop.md)#[^)]*", r"\1", text)  # translated headings
+        found += FENCE.findall(text)
+        for section in FENCE.sub("", text).split("\n## "):
+            found.append(sorted(re.findall(r"`[^`]+`|\]\([^)]*\)|\d+(?:[.,]\d+)*%?", section)))
+    assert english == chinese

@@ -1,23 +1,27 @@
 """docs/recipes.md: each change fits the script, and does what the page says of it."""
 
+import functools
+import os
 import re
 import runpy
+import subprocess
 import sys
-from collections.abc import Callable
 from itertools import zip_longest
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from unittest.mock import ANY, Mock, call
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from helpers.files import load, patched, same_bytes
-from helpers.jobs import ROOT, SCRIPTS, Job, command, epochs
+from helpers.jobs import ROOT, SCRIPTS, command, epochs
 from helpers.ranks import train
 from PIL import Image
 from torch import nn
 from torch.utils.data import DataLoader
+from torchvision.models import ResNet18_Weights, resnet18
 
 PAGE = (ROOT / "docs" / "recipes.md").read_text()
 RECIPES = dict(re.findall(r"```diff (\w+)\n(.*?)```", PAGE, re.S))
@@ -27,18 +31,13 @@ SMALL = ("--model", "mlp", "--batch-size", 8, "--lr", 0.1)  # five steps an epoc
 
 @pytest.fixture
 def apply(make, monkeypatch, tmp_path):
-    """apply(recipe, *arguments) -> as make(), of a script with this recipe, in this process."""
+    """apply(recipes or None, *arguments) -> as make(), of a script with these recipes."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
-    def apply(
-        name: str | None,
-        *arguments: object,
-        script: str = "ddp_torchrun.py",
-        edit: Callable[[str], str] = str,
-    ) -> tuple:
+    def apply(names, *arguments, script="ddp_torchrun.py", edit=str):
         text = (ROOT / script).read_text()
-        if name:
+        for name in (names or "").split():
             text = patched(text, edit(RECIPES[name]))
         (tmp_path / script).write_text(text)
         monkeypatch.setitem(sys.modules, script[:-3], ModuleType("forgotten after the test"))
@@ -50,23 +49,43 @@ def apply(make, monkeypatch, tmp_path):
 
 def test_every_recipe_is_applied_here():
     code = Path(__file__).read_text()
-    assert [name for name in RECIPES if f'"{name}"' not in code] == []
+    assert [name for name in RECIPES if not re.search(rf'"(\w+ )?{name}"', code)] == []
     assert [path.name for path in FOLDER.glob("*.py") if f'"{path.name}"' not in code] == []
 
 
-def test_images_from_disk(apply, capsys, tmp_path):
+SMALL_PHOTOS = functools.partial(re.sub, "= 224", "= 32")
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """The options of a job with three classes of images."""
     for part, count in (("train", 8), ("val", 3)):
         for name in ("red", "green", "blue"):
-            (tmp_path / "photos" / part / name).mkdir(parents=True)
+            folder = tmp_path / "photos" / part / name
+            folder.mkdir(parents=True)
             for number in range(count):
-                picture = Image.new("RGB", (30, 24), name)
-                picture.save(tmp_path / "photos" / part / name / f"{number}.png")
-    options = (4, "--data-dir", "photos", "--batch-size", 8)
-    _, trainer = apply("images", *options, edit=lambda recipe: recipe.replace("= 224", "= 32"))
+                Image.new("RGB", (30, 24), name).save(folder / f"{number}.png")
+    return "--data-dir", "photos", "--batch-size", 8
+
+
+def test_images_from_disk(apply, photos, capsys, tmp_path):
+    _, trainer = apply("images", 4, *photos, edit=SMALL_PHOTOS)
     trainer.train(4)
     first, *_, last = epochs(capsys.readouterr().out)
     assert last["train_loss"] < first["train_loss"] / 2 and last["total"] == 9
     assert load(tmp_path / "checkpoint.pt")["model"]["fc.weight"].shape == (3, 512)
+
+
+def test_pretrained_weights(apply, photos, monkeypatch, tmp_path):
+    """Which are in their folder, as after a download."""
+    weights, folder = resnet18().state_dict(), tmp_path / "weights" / "checkpoints"
+    folder.mkdir(parents=True)
+    torch.save(weights, folder / Path(ResNet18_Weights.DEFAULT.url).name)
+    monkeypatch.setattr(torch.hub, "_hub_dir", None)
+    _, trainer = apply("images pretrained", 1, *photos, edit=SMALL_PHOTOS)
+    model = trainer.model.module
+    assert torch.equal(model.layer4[1].conv2.weight, weights["layer4.1.conv2.weight"])
+    assert model.fc.out_features == 3
 
 
 def test_text_of_unequal_length(apply, tmp_path):
@@ -86,17 +105,14 @@ def test_text_of_unequal_length(apply, tmp_path):
 
 def test_warm_up_and_cosine_are_resumed_and_at_another_rate(apply, monkeypatch, tmp_path):
     _, trainer = apply("schedule", 3, *SMALL, "--snapshot-path", "whole.pt")
-    rates = []
-    trainer.optimizer.register_step_pre_hook(
-        lambda *_: rates.append(trainer.optimizer.param_groups[0]["lr"])
-    )
+    rates, (group,) = [], trainer.optimizer.param_groups
+    trainer.optimizer.register_step_pre_hook(lambda *_: rates.append(group["lr"]))
     trainer.train(3)
     assert rates[:6] == sorted(rates[:6]) and rates[0] < 0.002 and rates[5] == pytest.approx(0.1)
     assert rates[5:] == sorted(rates[5:], reverse=True) and len(rates) == 15
     module, trainer = apply("schedule", 3, *SMALL)
     trainer.optimizer.register_step_post_hook(lambda *_: setattr(module, "stop_requested", True))
     trainer.train(3)
-    assert trainer.stopping
     stopped = load(tmp_path / "checkpoint.pt")
     assert stopped["epoch"] == 0 and stopped["samples_seen"] == 8
     apply("schedule", 3, *SMALL, "--resume")[1].train(3)
@@ -108,6 +124,40 @@ def test_warm_up_and_cosine_are_resumed_and_at_another_rate(apply, monkeypatch, 
     assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(2 * rates[1])
     trainer.train(2)
     assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(2 * rates[10])
+
+
+def test_the_best_snapshot_is_kept(apply, tmp_path):
+    """Also by a run that is resumed."""
+    for total, answers, best in ((2, [3, 7], 2), (4, [5, 6], 2), (5, [8], 5)):
+        _, trainer = apply("best", total, *SMALL, "--resume")
+        scores = [(torch.zeros(()), torch.tensor(float(right))) for right in answers]
+        trainer._evaluate = iter(scores).__next__
+        trainer.train(total)
+        assert load(tmp_path / "best.pt")["epoch"] == best
+        assert load(tmp_path / "checkpoint.pt")["epoch"] == total
+
+
+def test_a_metric_of_all_predictions(apply, fashion, tmp_path):
+    """Ranks with 5 and 4 of them find what one process finds."""
+    module, _ = apply("gather", 1, *SMALL)
+    predicted, targets = torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 1, 1])
+    assert module.macro_f1(predicted, targets) == pytest.approx((2 / 3 + 4 / 5) / 2)
+    found = []
+    for processes in (1, 2):
+        options = (1, *fashion(80, 9), "--batch-size", 8 // processes)
+        text = train(tmp_path, tmp_path / "ddp_torchrun.py", processes, *options, dtype="float64")
+        found += re.findall(r"^F1: (.*)$", text, re.M)
+    assert len(found) == 2 and found[0] == found[1] != "0.0000"
+
+
+@pytest.mark.slow("a real torchrun")
+def test_a_debugger_in_one_rank(apply, tmp_path):
+    apply("breakpoint", 1, *SMALL)
+    words = command(f"torchrun --standalone --nproc_per_node=2 {tmp_path}/ddp_torchrun.py", 1)
+    typed = "up\np step * 1111\nc\n"
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, input=typed, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert "(Pdb) 3333\n" in done.stdout and "Total time: " in done.stdout, done.stdout
 
 
 def test_clipping(apply):
@@ -122,28 +172,23 @@ def test_clipping(apply):
 def test_both_optimizers_are_resumed(apply, tmp_path):
     apply("optimizers", 2, *SMALL, "--snapshot-path", "whole.pt")[1].train(2)
     _, trainer = apply("optimizers", 1, *SMALL)
-    start = trainer.model.module.state_dict()
-    start = {name: tensor.clone() for name, tensor in start.items()}
+    start = [parameter.clone() for parameter in trainer.model.parameters()]
     trainer.train(1)
-    for name, tensor in trainer.model.module.state_dict().items():
-        assert not torch.equal(tensor, start[name]), name
+    assert not any(map(torch.equal, start, trainer.model.parameters()))
     apply("optimizers", 2, *SMALL, "--resume")[1].train(2)
     assert same_bytes(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt"))
 
 
 def test_checkpointing_computes_twice_what_it_does_not_keep(apply, tmp_path):
     """With dropout: the second pass draws the same units."""
-    options = (1, "--batch-size", 8)
-    passes = {}
+    passes = []
     for name in (None, "checkpointing"):
-        _, trainer = apply(name, *options, "--snapshot-path", f"{name}.pt")
-        calls = []
+        _, trainer = apply(name, 1, "--batch-size", 8, "--snapshot-path", f"{name}.pt")
         convolution = trainer.model.module.features[0]
-        convolution.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        convolution.register_forward_hook(lambda *_, name=name: passes.append(name))
         trainer._run_epoch(0)
         trainer._save_snapshot()
-        passes[name] = len(calls)
-    assert passes == {None: 5, "checkpointing": 10}
+    assert passes == 5 * [None] + 10 * ["checkpointing"]
     assert same_bytes(load(tmp_path / "checkpointing.pt"), load(tmp_path / "None.pt"))
 
 
@@ -158,53 +203,42 @@ def test_gradients_in_bf16(apply):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rank_0_alone_has_a_tracker(apply, monkeypatch, rank):
-    calls = []
-    run = SimpleNamespace(
-        log=lambda numbers, step: calls.append((step, *numbers)),
-        finish=lambda: calls.append("finish"),
-    )
-    wandb = SimpleNamespace(init=lambda **given: calls.append(given["project"]) or run)
+    wandb = Mock()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setattr(dist, "get_rank", lambda: rank)
     monkeypatch.setattr(dist, "get_world_size", lambda *_: rank + 1)
     _, trainer = apply("tracker", 2, *SMALL)
-    trainer.train(2)
-    names = ("loss/train", "loss/test", "accuracy")
-    expected = ["digits", "finish", (0, *names), (1, *names)]  # make() trains after main()
-    assert calls == ([] if rank else expected)
-
-
-def without_ranks(recipe: str) -> str:
-    lines = r"\+( *)if self.rank == 0:\n((?:\+\1    .*\n)+)"
-    return re.sub(lines, lambda found: found[2].replace("+    ", "+"), recipe)
+    trainer.train(2)  # after main(), as make() does it
+    begin = call.init(project="digits", config=vars(trainer.args))
+    numbers = dict.fromkeys(("loss/train", "loss/test", "accuracy"), ANY)
+    logged = [call.init().log(numbers, step=epoch) for epoch in (0, 1)]
+    assert wandb.mock_calls == ([] if rank else [begin, call.init().finish(), *logged])
 
 
 @pytest.mark.parametrize("script", [name for name in SCRIPTS if name != "ddp_torchrun.py"])
 def test_tensorboard_in_the_other_scripts(apply, capsys, script):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    edit = without_ranks if script in ("single_gpu.py", "data_parallel.py") else str
-    _, trainer = apply("tensorboard", 2, *SMALL, script=script, edit=edit)
-    trainer.train(2)
+    condition = "True" if script in ("single_gpu.py", "data_parallel.py") else "self.rank == 0"
+    edit = functools.partial(re.sub, "self.rank == 0", condition)
+    apply("tensorboard", 2, *SMALL, script=script, edit=edit)[1].train(2)
     events = EventAccumulator("runs").Reload()
     for name in ("loss/train", "loss/test", "accuracy"):
         assert [event.step for event in events.Scalars(name)] == [0, 1]
-    (losses,) = [re.findall(r"Test loss: (\S+)", capsys.readouterr().out)]
+    losses = re.findall(r"Test loss: (\S+)", capsys.readouterr().out)
     assert [f"{event.value:.4f}" for event in events.Scalars("loss/test")] == losses
 
 
 def test_inference_and_export(apply, capsys):
     _, trainer = apply(None, 1, *SMALL)
     trainer.train(1)
-    capsys.readouterr()
     classify, export = re.findall(r"```python (?:classify.py|export)\n(.*?)```", PAGE, re.S)
     names = {}
     exec(classify, names)
     text = capsys.readouterr().out
     model, images = names["model"], names["images"]
-    assert text == f"{(model(images).argmax(1) == names['targets']).sum()} of 2000\n"
-    for ours, theirs in zip(model.parameters(), trainer.model.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+    assert text.endswith(f"\n{(model(images).argmax(1) == names['targets']).sum()} of 2000\n")
+    assert all(map(torch.equal, model.parameters(), trainer.model.parameters()))
     exec(export, names)
     exported = torch.export.load("model.pt2").module()
     assert torch.allclose(exported(images[:7]), model(images[:7]), atol=1e-6)
@@ -212,27 +246,25 @@ def test_inference_and_export(apply, capsys):
 
 def test_sharded_weights_are_those_of_one_process_and_are_resumed(tmp_path):
     """docs/your_loop.py is the program that fully_shard.py is made from."""
-    program = (FOLDER / "fully_shard.py").read_text()
-    loop = "range(first_epoch, 5)"
-    assert program.count(loop) == 1
-    (tmp_path / "half.py").write_text(program.replace(loop, "range(first_epoch, 2)"))
+    program = FOLDER / "fully_shard.py"
+    half = "@@\n-for epoch in range(first_epoch, 5):\n+for epoch in range(first_epoch, 2):\n"
+    (tmp_path / "half.py").write_text(patched(program.read_text(), half))
     text = train(tmp_path, tmp_path / "half.py", 2, dtype="float64")
-    text += train(tmp_path, FOLDER / "fully_shard.py", 2, dtype="float64")
+    text += train(tmp_path, program, 2, dtype="float64")
     ours = load(tmp_path / "snapshot.pt")["model"]
     (tmp_path / "snapshot.pt").unlink()
     assert text == train(tmp_path, ROOT / "docs" / "your_loop.py", 1, dtype="float64")
-    theirs = load(tmp_path / "snapshot.pt")["model"]
-    assert max((ours[name] - theirs[name]).abs().max() for name in theirs) < 1e-12
+    torch.testing.assert_close(ours, load(tmp_path / "snapshot.pt")["model"], rtol=0, atol=1e-12)
 
 
-def test_a_stream_trains_on_each_sample_once(tmp_path):
+def test_a_stream_trains_on_each_sample_once(run, tmp_path):
     """As one process does that takes the batches of both ranks together."""
-    words = command(f"torchrun --standalone --nproc_per_node=2 {FOLDER / 'stream.py'}")
-    text = Job(words, tmp_path, {"LADDER_ATEXIT": "1"}).finish()
+    program = FOLDER / "stream.py"
+    text = run(f"torchrun --standalone --nproc_per_node=2 {program}", LADDER_ATEXIT=1)
     assert len(re.findall("^Python ends: (?!.*gloo)", text, re.M)) == 3, text
     assert re.findall(r"epoch (\d): \d+ of (\d+)", text) == [(str(n), "1000") for n in range(5)]
     names = {}  # the program up to where it needs torchrun
-    exec((FOLDER / "stream.py").read_text().partition("\nrank, world_size")[0], names)
+    exec(program.read_text().partition("\nrank, world_size")[0], names)
     files = sorted((tmp_path / "stream").iterdir())
     streams = [names["Stream"](files, rank, 2) for rank in range(2)]
     torch.manual_seed(42)
@@ -245,8 +277,7 @@ def test_a_stream_trains_on_each_sample_once(tmp_path):
             optimizer.zero_grad()
             F.cross_entropy(model(torch.cat(inputs)), torch.cat(targets)).backward()
             optimizer.step()
-    ours, theirs = load(tmp_path / "model.pt"), model.state_dict()
-    assert max((ours[name] - theirs[name]).abs().max() for name in theirs) < 1e-4
+    torch.testing.assert_close(load(tmp_path / "model.pt"), model.state_dict(), rtol=0, atol=1e-4)
     seen = []
     for worker in range(2):
         names["get_worker_info"] = lambda id=worker: SimpleNamespace(id=id, num_workers=2)

@@ -1,18 +1,14 @@
 """Randomness needs no state: what is drawn is a function of seed, rank, epoch and sample."""
 
 import random
+from collections import UserList
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from helpers.jobs import SCRIPTS, every_ddp_script, every_script
-from torch.utils.data import Dataset
 
 from common.seed import set_seed
-
-
-def draw() -> tuple:
-    return random.random(), np.random.rand(), torch.rand(3).tolist(), torch.randn(5).tolist()
 
 
 def test_draws_differ_by_every_number_and_repeat():
@@ -20,10 +16,10 @@ def test_draws_differ_by_every_number_and_repeat():
     numbers = [(0,), (42,), (42, 0), (42, 1), (42, 1, 0), (42, 0, 1), (42, 1, 0, 0), (43, 0)]
     for given in (*numbers, *reversed(numbers)):
         set_seed(*given)
-        drawn = draw()
+        drawn = (random.random(), np.random.rand(), torch.rand(()).item())
         assert draws.setdefault(given, drawn) == drawn
     for values in zip(*draws.values(), strict=True):
-        assert len({str(value) for value in values}) == len(numbers)
+        assert len({*values}) == len(numbers)
     set_seed(2**64, 5)  # NumPy takes 32 bits only
 
 
@@ -42,8 +38,7 @@ def test_each_epoch_has_its_order_and_its_random_numbers(make, monkeypatch, scri
     module, trainer = make(script, "--model", "mlp", "--batch-size", 8, "--seed", 7)
     trainer.rank, seeds, orders = 1 if script in SCRIPTS[2:] else 0, [], []
     monkeypatch.setattr(module, "set_seed", lambda *numbers: seeds.append(numbers))
-    run_batch = trainer._run_batch
-    trainer._run_batch = lambda *batch: orders[-1].extend(batch[1].tolist()) or run_batch(*batch)
+    trainer._run_batch = lambda _, targets: orders[-1].extend(targets.tolist()) or targets.sum()
     for epoch in (3, 4):
         orders.append([])
         trainer.samples_seen = 0
@@ -64,11 +59,8 @@ def test_loading_data_draws_nothing_from_the_models_numbers(make):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-class Noise(Dataset):
-    """Random augmentation and nothing else."""
-
-    def __len__(self) -> int:
-        return 4
+class Noise(UserList):
+    """Samples that are random augmentation and nothing else."""
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         return torch.rand(()), 0
@@ -81,8 +73,9 @@ def test_each_ranks_loader_workers_draw_numbers_of_their_own(make, monkeypatch, 
     for rank in (0, 1):
         monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
         module, trainer = make(script, "--model", "mlp", "--num-workers", 1)
-        shard = type(trainer.train_data.sampler)(Noise())
-        trainer.train_data = module.prepare_dataloader(Noise(), 2, shard, trainer.args)
+        data = Noise(range(4))
+        shard = type(trainer.train_data.sampler)(data)
+        trainer.train_data = module.prepare_dataloader(data, 2, shard, trainer.args)
         trainer._run_batch = lambda source, _: drawn.extend(source.tolist()) or source.sum()
         trainer._run_epoch(0)
     assert len({*drawn}) == 4

@@ -1,7 +1,4 @@
-"""slurm/ddp_torchrun.sbatch, and srun with multinode.py, on a real Slurm with two nodes.
-
-They are hosts of hosts.py. munged has a key of its own: nothing of the machine's is touched.
-"""
+"""slurm/ddp_torchrun.sbatch, and srun with multinode.py, on a real Slurm with two nodes."""
 
 import os
 import re
@@ -33,15 +30,8 @@ AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
-SwitchType=switch/none
-MpiDefault=none
-ReturnToService=2
-JobRequeue=1
-KillWait=10
-MailProg=/bin/true
 SchedulerParameters=batch_sched_delay=0,sched_min_interval=0
 SlurmdParameters=config_overrides # believe the CPUs and RealMemory below
 StateSaveLocation={folder}
@@ -71,8 +61,11 @@ def slurm():
     # Not a test's folder: Slurm's sockets lie in it, and their paths must be short.
     with tempfile.TemporaryDirectory() as name, Hosts(2) as hosts:
         folder = Path(name)
+        folder.chmod(0o755)  # as munged wants it
         names = [hosts.name(host) for host in (0, 1)]
         addresses = [hosts.address(host) for host in (0, 1)]
+        for name in names:
+            (folder / name).mkdir()
         conf = folder / "slurm.conf"
         conf.write_text(CONF.format(names=names, addresses=addresses, folder=folder))
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")

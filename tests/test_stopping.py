@@ -1,6 +1,6 @@
-"""Ctrl-C, SIGTERM or the death of a process ends the whole job, and nobody is left.
+"""Ctrl-C, SIGTERM, an error or the death of a process ends the whole job, and nobody is left.
 
-Four scripts end at once; ddp_torchrun.py saves first. While a rank hangs: test_failures.py.
+Four scripts end at once; ddp_torchrun.py saves first. Restarts: test_torchrun.py.
 """
 
 import os
@@ -10,14 +10,12 @@ import time
 
 import pytest
 from helpers.files import load, same_bytes
-from helpers.jobs import ALONE, TORCHRUN, Job
+from helpers.jobs import NODE2, SPAWN2, TORCHRUN, Job
 from helpers.ranks import train
 
 SINGLE, PARALLEL = ("single_gpu.py",), ("data_parallel.py",)
-SPAWN2 = ("ddp_spawn.py", "--nproc-per-node", 2)
-NODE2 = ("multinode.py", *ALONE, "--world-size", 2, "--nproc-per-node", 2)
-STOPPED = ["stopped: --resume goes on from the last snapshot"]
-KILLED = ["error: process 1 terminated with signal SIGKILL"]
+STOPPED = "stopped: --resume goes on from the last snapshot"
+KILLED = "error: process {} terminated with signal SIGKILL"
 ORDINARY = r"total_epochs: |rank 0 waits |\[rank |\[CPU|Epoch |W\d+ .*Terminating process"
 
 
@@ -26,7 +24,7 @@ def end(job: Job, how: str) -> tuple[int, list[str]]:
     pid = job.process.pid
     if how == "SIGKILL of rank 1":
         os.kill(job.workers()[1], signal.SIGKILL)
-        return 1, KILLED
+        return 1, [KILLED.format(1)]
     if how == "SIGKILL of the parent":
         os.kill(pid, signal.SIGKILL)
         return -signal.SIGKILL, []
@@ -38,10 +36,11 @@ def end(job: Job, how: str) -> tuple[int, list[str]]:
     else:
         for _ in range(2 if how == "Ctrl-C, twice" else 1):
             os.killpg(pid, signal.SIGINT)
-    return (143 if "SIGTERM" in how else 130), STOPPED
+    return (143 if "SIGTERM" in how else 130), [STOPPED]
 
 
 slow = pytest.mark.slow("the same in another script, or in another way")
+late = pytest.mark.slow("mp.spawn and torchrun wait 30 seconds before they kill")
 
 
 @pytest.mark.parametrize(
@@ -75,12 +74,7 @@ def test_a_job_ends_at_once_and_keeps_its_last_snapshot(start, tmp_path, fashion
 
 
 @pytest.mark.parametrize(
-    "how",
-    [
-        "SIGTERM to all",
-        "SIGKILL of the parent",
-        pytest.param("Ctrl-C", marks=pytest.mark.slow("torchrun passes it on like SIGTERM")),
-    ],
+    "how", ["SIGTERM to all", "SIGKILL of the parent", pytest.param("Ctrl-C", marks=slow)]
 )
 def test_torchruns_workers_save_in_mid_epoch(start, tmp_path, fashion, how):
     """The loader's workers go on until then. (Status 1 is torchrun's.)"""
@@ -105,11 +99,7 @@ def test_torchruns_workers_save_in_mid_epoch(start, tmp_path, fashion, how):
 
 @pytest.mark.parametrize(
     ("steps", "seconds"),
-    [
-        (1, "0"),
-        pytest.param(2, "0", marks=slow),
-        pytest.param(99, "0:4", marks=pytest.mark.slow("its steps take four seconds")),
-    ],
+    [(1, "0"), pytest.param(2, "0", marks=slow), pytest.param(99, "0:4", marks=slow)],
 )
 def test_a_stop_is_heard_in_short_epochs_and_between_long_steps(
     start, tmp_path, fashion, steps, seconds
@@ -134,16 +124,90 @@ def test_the_ranks_ask_each_other_at_every_tenth_step_or_at_each_slow_one(make):
         assert trainer.steps_between_questions == then and not trainer.stopping
 
 
-@pytest.mark.parametrize("launch", [SPAWN2, pytest.param(NODE2, marks=slow)])
-def test_a_parent_that_is_killed_while_its_processes_start(start, fashion, launch):
-    """They end where they would have begun, and not after 999 epochs."""
+@pytest.fixture
+def temporary(tmp_path):
+    """A folder for TMPDIR, in which a job must leave nothing of its own. (torch leaves folders.)"""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    yield folder
+    assert not [*folder.glob("tmp*")]
+
+
+@pytest.mark.parametrize(("launch", "rank"), [(SPAWN2, 1), pytest.param(NODE2, 0, marks=slow)])
+def test_an_exception_of_any_rank(run, fashion, launch, rank):
+    """With its traceback, and not with that of a rank which has lost it."""
+    text = run(*launch, 9, *fashion(100, 10), status=1, LADDER_RAISE=f"{rank}:5")
+    assert f"-- Process {rank} terminated with the following error:" in text
+    assert "in _run_batch" in text and "ArithmeticError: the test's own error" in text
+    assert "Connection closed" not in text and "Epoch 3 " not in text
+
+
+@pytest.mark.parametrize(
+    ("launch", "ends"),
+    [(SPAWN2, 3), (("ddp_torchrun.py",), 1), pytest.param(NODE2, 3, marks=slow)],
+)
+def test_what_is_registered_for_the_end_is_run(run, temporary, fashion, launch, ends):
+    """By each rank, and by their parent, because experiment trackers upload then what they have."""
+    text = run(*launch, 1, *fashion(100, 10), LADDER_ATEXIT=1, TMPDIR=temporary)
+    assert text.count("\nPython ends: ") == ends and "Total time: " in text, text
+
+
+@pytest.mark.parametrize(
+    ("launch", "how"),
+    [
+        (SPAWN2, "Ctrl-C"),
+        (SPAWN2, "SIGKILL of the parent"),
+        pytest.param(NODE2, "SIGKILL of the parent", marks=slow),
+    ],
+)
+def test_a_parent_that_is_killed_while_its_processes_start(start, temporary, fashion, launch, how):
+    """Or Ctrl-C: they end where they would have begun, and not after 999 epochs."""
     script, *options = launch
-    job = start(script, 999, *options, *fashion(100, 10))
+    job = start(script, 999, *options, *fashion(100, 10), TMPDIR=temporary)
     while len(job.workers()) < 2:
         assert job.process.poll() is None, job.text
         time.sleep(0.01)
-    os.kill(job.process.pid, signal.SIGKILL)
+    status, said = end(job, how)
     late = time.monotonic() + 60  # they import torch first
-    while job.pids() and "[rank" not in job.text and time.monotonic() < late:
+    while job.pids() and "Epoch " not in job.text and time.monotonic() < late:
         time.sleep(0.05)
-    assert "[rank" not in job.finish(-signal.SIGKILL)
+    text = job.finish(status)  # a process that imports torch may show where it was
+    assert all(line in text for line in said) and "Epoch " not in text, text
+
+
+def test_ctrl_c_while_another_node_is_missing(start, tmp_path):
+    options = ("--init-method", f"file://{tmp_path}/store", "--rank", 0, "--world-size", 2)
+    job = start("multinode.py", *options)
+    job.wait_for(r"^rank 0 waits for all 2 at file://\S+store, up to 600 s$")
+    while not (tmp_path / "store").exists():  # which its process makes
+        time.sleep(0.01)
+    os.killpg(job.process.pid, signal.SIGINT)
+    text = job.finish(130, seconds=10)
+    assert text.endswith(f"{STOPPED}\n") and "error" not in text and "Traceback" not in text, text
+
+
+@pytest.mark.parametrize(
+    ("launch", "whom", "signum", "status", "seconds"),
+    [
+        (SPAWN2, "parent", signal.SIGINT, 130, 15),
+        pytest.param(NODE2, "parent", signal.SIGTERM, 143, 15, marks=slow),
+        pytest.param(SPAWN2, "rank 0", signal.SIGKILL, 1, 35, marks=late),
+        pytest.param((TORCHRUN.format(2),), "parent", signal.SIGTERM, 1, 35, marks=late),
+        pytest.param((TORCHRUN.format(2),), "rank 0", signal.SIGKILL, 1, 35, marks=late),
+    ],
+)
+def test_a_stop_or_a_death_while_another_rank_hangs(
+    start, fashion, launch, whom, signum, status, seconds
+):
+    """The others wait for it in an all-reduce, for --timeout, 600 seconds."""
+    options = (50, *fashion(1000, 10), "--log-interval", 1)
+    job = start(*launch, *options)
+    job.wait_for("Step 3 ")
+    first, hanging = job.workers()
+    os.kill(hanging, signal.SIGSTOP)
+    time.sleep(1)
+    os.kill(job.process.pid if whom == "parent" else first, signum)
+    text = job.finish(status, seconds=seconds)
+    if "torchrun" not in launch[0]:
+        said = STOPPED if whom == "parent" else KILLED.format(0)
+        assert text.endswith(f"\n{said}\n"), text

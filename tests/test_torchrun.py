@@ -13,16 +13,6 @@ from helpers.jobs import TORCHRUN, epochs, losses
 from helpers.ranks import train
 
 
-@pytest.mark.slow("real command lines, one after the other")
-def test_other_ways_of_launching(run, tmp_path, fashion):
-    data = (1, *fashion(200, 10))
-    train(tmp_path, "ddp_torchrun.py", 2, *data, "--snapshot-path", "whole.pt")
-    for launch in ("torchrun", "python -m torch.distributed.launch --standalone"):
-        text = run(f"{launch} --nproc_per_node=2 ddp_torchrun.py", *data)
-        assert text.count("Steps: 4\n") == 2 and len(epochs(text)) == 1
-        assert same_bytes(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt"))
-
-
 def test_a_restart_goes_on_from_the_last_snapshot_and_a_report_names_the_rank(
     run, tmp_path, fashion
 ):

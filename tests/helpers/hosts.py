@@ -46,7 +46,7 @@ def run(*argv: object) -> str:
     return done.stdout
 
 
-class Hosts:
+class Hosts(contextlib.AbstractContextManager):
     """`count` hosts on one bridge: ladder<number>n1 with 10.77.<number>.1, and so on.
 
     `own` is the address that a host's own name has in its own /etc/hosts: the right one unless
@@ -73,7 +73,7 @@ class Hosts:
                 address = own if own and other == host else self.address(other)
                 lines.append(f"{address} {self.name(other)}")
             folder = NETNS / name
-            while not folder.is_dir():  # another process's close() may take the empty parent away
+            while not folder.is_dir():  # another process may take the empty parent away
                 with contextlib.suppress(FileNotFoundError):
                     folder.mkdir(parents=True)
             (folder / "hosts").write_text("\n".join(lines) + "\n")
@@ -90,12 +90,6 @@ class Hosts:
             else:
                 return number, claim
         raise RuntimeError("254 groups of hosts are in use")
-
-    def __enter__(self) -> "Hosts":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def name(self, host: int) -> str:
         """The host's name, which is its namespace's too."""
@@ -127,13 +121,13 @@ class Hosts:
         """Pull the host's cable, or put it back. The host keeps its address; packets get lost."""
         run("ip", "-n", self.bridge, "link", "set", f"port{host}", "up" if up else "down")
 
-    def shape(self, rate: str, host: int | None = None) -> None:
-        """Limit what the host (None: each host) can send, for instance to "100mbit"."""
-        for each in range(self.count) if host is None else [host]:
-            tbf = ("root", "tbf", "rate", rate, "burst", "64k", "latency", "400ms")
-            run("tc", "-n", self.name(each), "qdisc", "replace", "dev", "eth0", *tbf)
+    def shape(self, rate: str) -> None:
+        """Limit what each host can send, for instance to "100mbit"."""
+        tbf = ("root", "tbf", "rate", rate, "burst", "64k", "latency", "400ms")
+        for host in range(self.count):
+            run("tc", "-n", self.name(host), "qdisc", "replace", "dev", "eth0", *tbf)
 
-    def close(self) -> None:
+    def __exit__(self, *error: object) -> None:
         """Kill what still runs on the hosts, and remove them."""
         self._remove()
         self._claim.close()

@@ -1,6 +1,7 @@
 """Running the real command lines: each in a session of its own, watched for what it leaves."""
 
 import argparse
+import contextlib
 import os
 import re
 import signal
@@ -23,8 +24,8 @@ every_ddp_script = pytest.mark.parametrize("script", SCRIPTS[2:])
 TORCHRUN = "torchrun --standalone --nproc_per_node={} ddp_torchrun.py"
 # What multinode.py needs where it is alone. Each Job puts a new file of its folder in this place.
 ALONE = ("--init-method", "file://new", "--rank", 0, "--world-size", 1)
-# Each script as one process: the first word is what starts it, the others are options.
-LAUNCHES = tuple((script, *(ALONE if script == "multinode.py" else ())) for script in SCRIPTS)
+SPAWN2 = ("ddp_spawn.py", "--nproc-per-node", 2)
+NODE2 = ("multinode.py", *ALONE[:-1], 2, "--nproc-per-node", 2)
 EPOCH = re.compile(
     r"^Epoch (\d+) \| Train loss: (\S+) \| Test loss: (\S+) \| "
     r"Accuracy: (\d+)/(\d+) \((\S+)%\) \| (\d+) samples/s$",
@@ -72,37 +73,26 @@ class Job:
             time.sleep(0.01)
 
     def pids(self) -> list[int]:
-        """All living processes of the job, the parent first, the workers by age.
-
-        Those of its session, and torchrun's workers, which have sessions of their own.
-        """
+        """All living processes of the job, which inherit its mark; the parent first."""
         found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    state, _, _, session, *_ = stat(int(entry.name))
-                    ours = session == str(self.process.pid)
-                    ours = ours or self.mark.encode() in (entry / "environ").read_bytes()
-                    if state != "Z" and ours:
-                        found.append(int(entry.name))
-                except OSError:
-                    continue
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # one that ends now
+                if self.mark.encode() in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
         return sorted(found)
 
     def workers(self) -> list[int]:
         """The processes that mp.spawn or torchrun started, by rank."""
-        workers = []
+        ranks = []
         for pid in self.pids():
-            try:
-                environment = Path(f"/proc/{pid}/environ").read_bytes()
-                program = Path(f"/proc/{pid}/cmdline").read_bytes()
-                parent = stat(pid)[1]
-            except OSError:
-                continue
-            if parent == str(self.process.pid) and b"resource_tracker import" not in program:
-                rank = re.search(rb"\0LOCAL_RANK=(\d+)", environment)
-                workers.append((int(rank[1]) if rank else 0, pid))
-        return [pid for _, pid in sorted(workers)]
+            with contextlib.suppress(OSError):
+                process = Path(f"/proc/{pid}")
+                parent = (process / "stat").read_text().rsplit(")", 1)[1].split()[1]
+                program = (process / "cmdline").read_bytes()
+                if parent == str(self.process.pid) and b"resource_tracker import" not in program:
+                    rank = re.search(rb"\0LOCAL_RANK=(\d+)", (process / "environ").read_bytes())
+                    ranks.append((int(rank[1]) if rank else 0, pid))
+        return [pid for _, pid in sorted(ranks)]
 
     def finish(self, status: int | None = 0, seconds: float = 120) -> str:
         """The whole output, once the job has ended with `status` and left no process behind."""
@@ -121,19 +111,10 @@ class Job:
         return self.text
 
     def kill(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
         for pid in self.pids():
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
         self.process.wait()
-
-
-def stat(pid: int) -> list[str]:
-    """State, parent, process group, session and so on, as in proc(5)."""
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
 
 
 def command(launch: str, *arguments: object) -> list[str]:
@@ -142,14 +123,6 @@ def command(launch: str, *arguments: object) -> list[str]:
     first = words.pop(0) if words else "python"
     programs = {"python": sys.executable, "torchrun": str(Path(sys.executable).parent / "torchrun")}
     return [programs[first], *words, str(ROOT / script), *map(str, arguments)]
-
-
-def refusal(text: str, script: str, folder: Path) -> str:
-    """The error that comes after the usage; no other line, and nothing written."""
-    usage, error = text.splitlines()
-    assert usage == f"usage: {script} [total_epochs] [save_every] [options]"
-    assert not [path for path in folder.iterdir() if not path.name.startswith("output-")]
-    return error.removeprefix(f"{script}: error: ")
 
 
 def epochs(text: str) -> list[dict[str, float]]:

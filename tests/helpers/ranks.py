@@ -53,5 +53,5 @@ def one_rank(
         return
     module = importlib.import_module(name)
     args = module.parse_args()
-    args.store, args.nproc_per_node = str(folder / "output-store"), processes
+    args.store, args.nproc_per_node = str(folder / f"output-store{env['MASTER_PORT']}"), processes
     module.main(rank if name == "ddp_spawn" else 0, args)
