@@ -5,7 +5,7 @@
     python ddp_spawn.py 50 10 --resume         go on from checkpoint.pt, where there is one
     CUDA_VISIBLE_DEVICES=0,2 python ddp_spawn.py
 
-The global batch is --batch-size times the processes, so with four this is the same job as
+The global batch is --batch-size times the processes, so with four it is that of
 `single_gpu.py --batch-size 128`. mp.spawn starts Python anew for each process, imports this file
 there (hence the main guard) and calls main(rank, ...). Ctrl-C ends all processes, and --resume goes
 on from the last snapshot. To make this file yours, edit the lines marked "your". ddp_torchrun.py

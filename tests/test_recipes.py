@@ -133,7 +133,7 @@ def test_the_best_snapshot_is_kept(apply, tmp_path):
         scores = [(torch.zeros(()), torch.tensor(float(right))) for right in answers]
         trainer._evaluate = iter(scores).__next__
         trainer.train(total)
-        assert load(tmp_path / "best.pt")["epoch"] == best
+        assert load(tmp_path / "checkpoint.pt.best")["epoch"] == best
         assert load(tmp_path / "checkpoint.pt")["epoch"] == total
 
 
@@ -236,8 +236,8 @@ def test_inference_and_export(apply, capsys):
     names = {}
     exec(classify, names)
     text = capsys.readouterr().out
-    model, images = names["model"], names["images"]
-    assert text.endswith(f"\n{(model(images).argmax(1) == names['targets']).sum()} of 2000\n")
+    model, (images, targets) = names["model"], names["test_set"].__getitems__(range(2000))
+    assert text.endswith(f"\n{(model(images).argmax(1) == targets).sum()} of 2000\n")
     assert all(map(torch.equal, model.parameters(), trainer.model.parameters()))
     exec(export, names)
     exported = torch.export.load("model.pt2").module()

@@ -160,10 +160,10 @@ def test_what_is_registered_for_the_end_is_run(run, temporary, fashion, launch, 
         pytest.param(NODE2, "SIGKILL of the parent", marks=slow),
     ],
 )
-def test_a_parent_that_is_killed_while_its_processes_start(start, temporary, fashion, launch, how):
+def test_a_parent_that_is_killed_while_its_processes_start(start, tmp_path, fashion, launch, how):
     """Or Ctrl-C: they end where they would have begun, and not after 999 epochs."""
     script, *options = launch
-    job = start(script, 999, *options, *fashion(100, 10), TMPDIR=temporary)
+    job = start(script, 999, *options, *fashion(100, 10), TMPDIR=tmp_path)
     while len(job.workers()) < 2:
         assert job.process.poll() is None, job.text
         time.sleep(0.01)
@@ -173,6 +173,7 @@ def test_a_parent_that_is_killed_while_its_processes_start(start, temporary, fas
         time.sleep(0.05)
     text = job.finish(status)  # a process that imports torch may show where it was
     assert all(line in text for line in said) and "Epoch " not in text, text
+    assert how != "Ctrl-C" or not [*tmp_path.glob("tmp*")]
 
 
 def test_ctrl_c_while_another_node_is_missing(start, tmp_path):
