@@ -123,11 +123,11 @@ class Trainer:
             "epoch": self.epoch,
             "args": {name: str(value) for name, value in vars(self.args).items()},
         }
-        temporary = f"{self.args.snapshot_path}.tmp"
-        torch.save(snapshot, temporary)
-        with open(temporary, "rb+") as file:
+        path = os.path.realpath(self.args.snapshot_path)  # of a link, the file behind it
+        torch.save(snapshot, f"{path}.tmp")
+        with open(f"{path}.tmp", "rb+") as file:
             os.fsync(file.fileno())  # all of it is on the disk before it replaces the last one
-        os.replace(temporary, self.args.snapshot_path)
+        os.replace(f"{path}.tmp", path)
 
     def _load_snapshot(self) -> None:
         snapshot = open_snapshot(self.args)
@@ -200,7 +200,8 @@ def open_snapshot(args: argparse.Namespace) -> dict | None:
 
 
 def stop(signum: int, frame: object) -> None:
-    signal.signal(signum, signal.SIG_IGN)  # once is enough
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)  # once is enough: another would break off the end
     os.write(2, b"stopped: --resume goes on from the last snapshot\n")  # print() may be busy
     sys.exit(128 + signum)  # the shells' number for a signal
 
@@ -242,7 +243,7 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     args.model = args.model or DEFAULT_MODEL[args.dataset]
     args.device = "cuda" if torch.cuda.is_available() else "cpu"  # it serves no other
-    path = Path(args.snapshot_path)
+    path = Path(os.path.realpath(args.snapshot_path))
     if (path.exists() and not path.is_file()) or not os.access(path.parent, os.W_OK):
         parser.error(f"--snapshot-path {path}: name a file in a folder that you may write to")
     return args

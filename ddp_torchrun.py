@@ -125,6 +125,7 @@ class Trainer:
     def _run_epoch(self, epoch: int) -> torch.Tensor:
         self.train_data.sampler.set_epoch(epoch, self.samples_seen)
         set_seed(self.args.seed, self.rank, epoch, self.samples_seen)
+        self.train_data.generator.manual_seed(torch.initial_seed())  # so are its workers
         self.steps_between_questions = 1  # of _agree_on_stopping()
         self.asked_at = time.perf_counter()
         name = self.device.type.upper().replace("CUDA", "GPU")
@@ -229,11 +230,11 @@ class Trainer:
             "samples_seen": self.samples_seen,
             "args": {name: str(value) for name, value in vars(self.args).items()},
         }
-        temporary = f"{self.args.snapshot_path}.tmp"
-        torch.save(snapshot, temporary)
-        with open(temporary, "rb+") as file:
+        path = os.path.realpath(self.args.snapshot_path)  # of a link, the file behind it
+        torch.save(snapshot, f"{path}.tmp")
+        with open(f"{path}.tmp", "rb+") as file:
             os.fsync(file.fileno())  # all of it is on the disk before it replaces the last one
-        os.replace(temporary, self.args.snapshot_path)
+        os.replace(f"{path}.tmp", path)
 
     def _load_snapshot(self) -> None:
         snapshot = open_snapshot(self.args)
@@ -265,8 +266,8 @@ def ddp_setup(args: argparse.Namespace) -> torch.device:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     timeout = datetime.timedelta(seconds=args.timeout)
-    store = dist.HashStore()  # one process meets nobody
-    if world_size > 1:
+    store = dist.HashStore()  # a process without torchrun meets nobody
+    if world_size > 1 or dist.is_torchelastic_launched():
         store, *_ = next(dist.rendezvous("env://", timeout=timeout))  # at MASTER_ADDR
     if world_size == here:
         # torchrun keeps one store for all attempts, and a crashed one's keys would mislead the next
@@ -306,7 +307,7 @@ def prepare_dataloader(
         collate_fn=collate,  # for data sets that return whole batches, as ours do, and any other
         # Each start of the loader draws its workers' seeds here. From torch's own generator, the
         # draw would change dropout in a run that is resumed in mid-epoch.
-        generator=torch.Generator().manual_seed(args.seed + dist.get_rank()),
+        generator=torch.Generator(),
         pin_memory=args.device not in ("cpu", "mps"),  # so copies overlap the computation
         # num_workers, started in the way that common/loader.py explains.
         **worker_options(args.num_workers),
@@ -428,7 +429,7 @@ def parse_args() -> argparse.Namespace:
     serves = dist.Backend.backend_capability.get(args.backend, [])
     if args.device not in serves or not dist.is_backend_available(args.backend):
         parser.error(f"--backend {args.backend} does not work on {args.device} here: leave it out")
-    path = Path(args.snapshot_path)
+    path = Path(os.path.realpath(args.snapshot_path))
     if (path.exists() and not path.is_file()) or not os.access(path.parent, os.W_OK):
         parser.error(f"--snapshot-path {path}: name a file in a folder that you may write to")
     if "RANK" in os.environ and "LOCAL_WORLD_SIZE" not in os.environ:

@@ -26,7 +26,6 @@ two_devices = pytest.mark.skipif(count < 2, reason="needs two devices")
 
 @pytest.fixture
 def double() -> dict[str, str]:
-    """In float32 rounding hides what is compared."""
     if kind == "mps" or (kind == "xpu" and not torch.xpu.get_device_properties(0).has_fp64):
         pytest.skip("this device has no float64")
     return {"LADDER_DTYPE": "float64"}

@@ -53,11 +53,10 @@ MUTANTS = {
         (NODES, "self.args.seed, self.rank, epoch)", "self.args.seed, epoch)"),
     ],
     "test_seed.py::test_each_ranks_loader_workers_draw_numbers_of_their_own": [
-        (TORCHRUN, "args.seed + dist.get_rank()", "args.seed"),
+        (TORCHRUN, "self.train_data.generator.manual_seed(torch.initial_seed())", "pass"),
     ],
     "test_snapshots.py::test_a_snapshot_is_written_whole_or_not_at_all": [
         (SINGLE, "os.fsync(file.fileno())", "pass"),
-        (NODES, 'f"{self.args.snapshot_path}.tmp"', "self.args.snapshot_path"),
     ],
     "test_snapshots.py::test_what_is_saved_is_what_is_loaded": [
         (NODES, '"model": self.model.module', '"model": self.model'),

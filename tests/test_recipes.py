@@ -58,7 +58,6 @@ SMALL_PHOTOS = functools.partial(re.sub, "= 224", "= 32")
 
 @pytest.fixture
 def photos(tmp_path):
-    """The options of a job with three classes of images."""
     for part, count in (("train", 8), ("val", 3)):
         for name in ("red", "green", "blue"):
             folder = tmp_path / "photos" / part / name
@@ -77,7 +76,6 @@ def test_images_from_disk(apply, photos, capsys, tmp_path):
 
 
 def test_pretrained_weights(apply, photos, monkeypatch, tmp_path):
-    """Which are in their folder, as after a download."""
     weights, folder = resnet18().state_dict(), tmp_path / "weights" / "checkpoints"
     folder.mkdir(parents=True)
     torch.save(weights, folder / Path(ResNet18_Weights.DEFAULT.url).name)
@@ -127,7 +125,6 @@ def test_warm_up_and_cosine_are_resumed_and_at_another_rate(apply, monkeypatch, 
 
 
 def test_the_best_snapshot_is_kept(apply, tmp_path):
-    """Also by a run that is resumed."""
     for total, answers, best in ((2, [3, 7], 2), (4, [5, 6], 2), (5, [8], 5)):
         _, trainer = apply("best", total, *SMALL, "--resume")
         scores = [(torch.zeros(()), torch.tensor(float(right))) for right in answers]

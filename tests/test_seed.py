@@ -70,12 +70,12 @@ class Noise(UserList):
 def test_each_ranks_loader_workers_draw_numbers_of_their_own(make, monkeypatch, script):
     drawn = []
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    for rank in (0, 1):
+    for rank, epoch in ((0, 0), (1, 0), (1, 1)):  # the last one as in a resumed run
         monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
         module, trainer = make(script, "--model", "mlp", "--num-workers", 1)
         data = Noise(range(4))
         shard = type(trainer.train_data.sampler)(data)
         trainer.train_data = module.prepare_dataloader(data, 2, shard, trainer.args)
         trainer._run_batch = lambda source, _: drawn.extend(source.tolist()) or source.sum()
-        trainer._run_epoch(0)
-    assert len({*drawn}) == 4
+        trainer._run_epoch(epoch)
+    assert len({*drawn}) == 6

@@ -62,6 +62,13 @@ def test_a_snapshot_is_written_whole_or_not_at_all(make, monkeypatch, script):
 
 
 @every_script
+def test_a_link_stays_a_link(make, script):
+    Path("checkpoint.pt").symlink_to("own.pt")
+    make(script)[1]._save_snapshot()
+    assert Path("checkpoint.pt").is_symlink() and Path("own.pt").is_file()
+
+
+@every_script
 def test_saved_every_nth_epoch_and_after_the_last(make, capsys, script):
     _, trainer = make(script, "--model", "mlp", 5, 2)
     trainer.train(5)
