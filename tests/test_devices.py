@@ -180,7 +180,7 @@ def reason(parse, rank: int, init_method: str, address: str | None = None) -> st
         (1, "tcp://localhost:70000", "Port out of range 0-65535"),
         (1, "tcp://no.such.host:1", "timed out"),
         (1, "tcp://127.0.0.1:9", "timed out"),  # nobody listens there
-        (0, "tcp://192.0.2.1:7000", "timed out"),  # nor is this an address of this machine
+        (0, "tcp://192.0.2.1:0", "timed out"),  # nor is this an address of this machine
     ],
 )
 def test_one_line_names_the_rank_the_address_and_torchs_reason(parse, rank, url, expected):
