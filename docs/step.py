@@ -69,7 +69,7 @@ def draw(ranks: list[list[tuple[str, float, float]]], path: str) -> None:
             axes.barh(row, end - begin, 0.8, begin - zero, color=COLORS[kind], edgecolor="white")
             buckets += kind == "all-reduce"
             text = f"bucket {buckets}" if kind == "all-reduce" else kind
-            if end - begin > length(ranks) * 0.011 * len(text):  # the text fits
+            if end - begin > length(ranks) * 0.015 * len(text):  # the text fits
                 middle = (begin + end) / 2 - zero
                 axes.text(middle, row, text, color="white", ha="center", va="center")
             elif kind == "all-reduce":
