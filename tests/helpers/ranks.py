@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 import torch.multiprocessing as mp
-
 from helpers.jobs import ROOT
 
 PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel", "torchvision"]
