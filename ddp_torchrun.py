@@ -125,7 +125,7 @@ class Trainer:
     def _run_epoch(self, epoch: int) -> torch.Tensor:
         self.train_data.sampler.set_epoch(epoch, self.samples_seen)
         set_seed(self.args.seed, self.rank, epoch, self.samples_seen)
-        self.train_data.generator.manual_seed(torch.initial_seed())  # so are its workers
+        self.train_data.generator.manual_seed(torch.initial_seed())  # other numbers for new workers
         self.steps_between_questions = 1  # of _agree_on_stopping()
         self.asked_at = time.perf_counter()
         name = self.device.type.upper().replace("CUDA", "GPU")
@@ -230,7 +230,7 @@ class Trainer:
             "samples_seen": self.samples_seen,
             "args": {name: str(value) for name, value in vars(self.args).items()},
         }
-        path = os.path.realpath(self.args.snapshot_path)  # of a link, the file behind it
+        path = os.path.realpath(self.args.snapshot_path)  # if it is a link, the file behind it
         torch.save(snapshot, f"{path}.tmp")
         with open(f"{path}.tmp", "rb+") as file:
             os.fsync(file.fileno())  # all of it is on the disk before it replaces the last one
@@ -266,7 +266,7 @@ def ddp_setup(args: argparse.Namespace) -> torch.device:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     timeout = datetime.timedelta(seconds=args.timeout)
-    store = dist.HashStore()  # a process without torchrun meets nobody
+    store = dist.HashStore()  # one process without torchrun meets nobody
     if world_size > 1 or dist.is_torchelastic_launched():
         store, *_ = next(dist.rendezvous("env://", timeout=timeout))  # at MASTER_ADDR
     if world_size == here:
@@ -305,8 +305,8 @@ def prepare_dataloader(
         batch_size=batch_size,
         sampler=sampler,
         collate_fn=collate,  # for data sets that return whole batches, as ours do, and any other
-        # Each start of the loader draws its workers' seeds here. From torch's own generator, the
-        # draw would change dropout in a run that is resumed in mid-epoch.
+        # Each start of the loader draws its workers' seeds here, and _run_epoch() seeds it. From
+        # torch's own generator, the draw would change dropout in a run resumed in mid-epoch.
         generator=torch.Generator(),
         pin_memory=args.device not in ("cpu", "mps"),  # so copies overlap the computation
         # num_workers, started in the way that common/loader.py explains.

@@ -140,7 +140,7 @@ class Trainer:
             "epoch": self.epoch,
             "args": {name: str(value) for name, value in vars(self.args).items()},
         }
-        path = os.path.realpath(self.args.snapshot_path)  # of a link, the file behind it
+        path = os.path.realpath(self.args.snapshot_path)  # if it is a link, the file behind it
         torch.save(snapshot, f"{path}.tmp")
         with open(f"{path}.tmp", "rb+") as file:
             os.fsync(file.fileno())  # all of it is on the disk before it replaces the last one
@@ -267,7 +267,7 @@ def open_snapshot(args: argparse.Namespace) -> dict | None:
 
 def stop(signum: int, frame: object) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)  # once is enough: another would break off the end
+        signal.signal(number, lambda *_: None)  # a second signal would break off the end
     os.write(2, b"stopped: --resume goes on from the last snapshot\n")  # print() may be busy
     sys.exit(128 + signum)  # the shells' number for a signal
 

@@ -23,7 +23,8 @@ OF_NINE = ("--init-method", "tcp://10.0.0.1:1000", "--rank", 0, "--world-size", 
 
 @pytest.fixture
 def tools(make, calls, parse, pretend, monkeypatch, capsys):
-    return SimpleNamespace(**locals())
+    patch = {"monkeypatch": monkeypatch, "capsys": capsys}
+    return SimpleNamespace(make=make, calls=calls, parse=parse, pretend=pretend, **patch)
 
 
 def trained(tools: SimpleNamespace, script: str, *options: object) -> SimpleNamespace:

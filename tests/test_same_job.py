@@ -65,8 +65,7 @@ def test_no_sample_is_lost_where_the_processes_do_not_divide_the_data(tmp_path, 
 def test_evaluation_is_of_the_saved_model(tmp_path, fashion, script):
     """The ranks have BatchNorm statistics of their own in training; a mix of them would show.
 
-    They have 2 and 1 test batches. That none goes through DDP is not seen here, as gloo does not
-    mind a broadcast to nobody: see test_steps.py.
+    They have 2 and 1 test batches. That none goes through DDP is seen in test_steps.py.
     """
     options = (*fashion(16, 3), "--model", "resnet18", "--batch-size", 4, "--test-batch-size", 1)
     (line,) = epochs(train(tmp_path, script, 2, 1, *options, dtype="float64"))
