@@ -62,12 +62,13 @@ def with_accelerate(args: argparse.Namespace, train_data: DataLoader) -> tuple:
 
 
 def build(args: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = build_model(args.model, (1, 28, 28))
+    model = build_model(args.model, args.image_shape)
     return model, torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
 
 
 def main(rank: int, world_size: int, args: argparse.Namespace) -> None:
     train_set, test_set, collate = load_data(args)
+    args.image_shape = train_set[0][0].shape
     sampler = None
     if args.by == "ddp" and world_size > 1:
         sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed)

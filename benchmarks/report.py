@@ -16,22 +16,15 @@ ALONE, TOGETHER, SPAWNED = BOUNDS
 ONE = "the same, 1 process, 1 thread"
 BEFORE = {script: f"{script} before" for script in ("ddp_spawn.py", "ddp_torchrun.py")}
 TARGETS = [  # case, ours, against, at least
-    ("mlp-32-2", "ddp_spawn.py", SPAWNED, 0.95),
-    ("mlp-256-2", "ddp_spawn.py", SPAWNED, 0.97),
     ("mlp-32-2", "ddp_torchrun.py", TOGETHER, 0.95),
     ("mlp-256-2", "ddp_torchrun.py", TOGETHER, 0.97),
-]
-TARGETS += [
-    (f"mlp-{b}-2", script, older, 0.97) for b in (32, 256) for script, older in BEFORE.items()
 ]
 COLUMNS = {  # of the table: a case -> its head, and the upper bound there
     "mlp-32-1": ("1 process, 32", ALONE),
     "mlp-256-1": ("1 process, 256", ALONE),
     "mlp-32-2": ("2 processes, 32", TOGETHER),
     "mlp-256-2": ("2 processes, 256", TOGETHER),
-    "mlp-32-gpu": ("1 GPU, 32", ALONE),
-    "mlp-256-gpu": ("1 GPU, 256", ALONE),
-    "resnet18-256-gpu": ("1 GPU, resnet18, 256", ALONE),
+    "resnet18-32-2": ("ResNet-18, 2 processes, 32", TOGETHER),
 }
 
 

@@ -73,8 +73,6 @@ CONTESTANTS = {
     "the same, 1 process, 1 thread": Contestant(
         "torchrun", "ddp_torchrun.py", FRUGAL, one_thread=True, processes=1
     ),
-    "ddp_torchrun.py --amp bf16": Contestant("torchrun", "ddp_torchrun.py", ("--amp", "bf16")),
-    "ddp_torchrun.py --compile": Contestant("torchrun", "ddp_torchrun.py", ("--compile",)),
     "tutorial": Contestant("spawn", PEER),
     "tutorial, 1 thread": Contestant("spawn", PEER, one_thread=True),
     "Fabric": Contestant("spawn", PEER, FABRIC),
@@ -99,18 +97,17 @@ class Case:
     more_rounds: int = 0  # for those
     name: str = ""
     model: str = "mlp"
-    dataset: str = "fashion-mnist"
+    size: int = 28  # of the images, which are grey and square
     samples: int = 12_288  # a whole number of global batches
     device: str = "cpu"
 
     @property
     def key(self) -> str:
-        where = str(self.processes) if self.device == "cpu" else "gpu"
-        return "-".join(filter(None, (self.model, str(self.batch), where, self.name)))
+        return "-".join(filter(None, (self.model, str(self.batch), str(self.processes), self.name)))
 
 
-def all_cases(gpu: str | None, before: Path | None = None) -> list[Case]:
-    """`gpu` is a device type; `before` is a folder with an older version of our scripts."""
+def all_cases(before: Path | None = None) -> list[Case]:
+    """`before` is a folder with an older version of our scripts."""
     if before:
         for script, name in report.BEFORE.items():
             program = str(before.resolve() / script)
@@ -118,24 +115,17 @@ def all_cases(gpu: str | None, before: Path | None = None) -> list[Case]:
     older = tuple(report.BEFORE.values()) if before else ()
     peers = ("tutorial", "tutorial, 1 thread", "Fabric", "Accelerate")
     on_our_data = ("tutorial, 1 thread, our data", "Fabric, our data", "Accelerate, our data")
-    cases = []
+    ours = ("ddp_spawn.py", "ddp_torchrun.py")
+    names = (*ours, *on_our_data, *report.BOUNDS[:2])
+    cases = [Case(32, 2, names, model="resnet18", size=32, samples=1_536)]
     for batch in (32, 256):
         one = ("single_gpu.py", "data_parallel.py", *peers, "compute alone")
-        cases.append(Case(batch, 1, one, rounds=5))
-        ours = ("ddp_spawn.py", "ddp_torchrun.py")
-        two = (*ours, "multinode.py", *peers, *on_our_data, *report.BOUNDS, *older)
-        cases.append(Case(batch, 2, two, (*ours, *report.BOUNDS[1:], *older), more_rounds=9))
+        cases.append(Case(batch, 1, one))
         frugal = ("ddp_torchrun.py --accumulate 8", "the same, 1 process, 1 thread")
         frugal += ("compute + all-reduce --accumulate 8",)
-        cases.append(Case(batch, 2, frugal, rounds=5, name="accumulate"))
-    if gpu:
-        ours = ("single_gpu.py", "ddp_torchrun.py", "ddp_torchrun.py --amp bf16")
-        ours += ("ddp_torchrun.py --compile",)
-        for batch in (32, 256):
-            names = (*ours, "tutorial", "Fabric", "Accelerate", "compute alone")
-            cases.append(Case(batch, 1, names, samples=61_440, device=gpu))
-        names = (*ours, "compute alone")
-        cases.append(Case(256, 1, names, model="resnet18", dataset="digits", device=gpu))
+        cases.append(Case(batch, 2, frugal, name="accumulate"))
+        two = (*ours, "multinode.py", *peers, *on_our_data, *report.BOUNDS, *older)
+        cases.append(Case(batch, 2, two, ("ddp_torchrun.py", report.TOGETHER), more_rounds=45))
     return cases
 
 
@@ -153,8 +143,8 @@ def environment(contestant: Contestant, case: Case) -> dict[str, str]:
 def command(contestant: Contestant, case: Case, data: Path) -> list[str]:
     count = contestant.processes or case.processes
     program = ROOT / contestant.program
-    options = ["--batch-size", str(case.batch), "--dataset", case.dataset, "--data-dir", str(data)]
-    options += ["--model", case.model, *contestant.options]
+    options = ["--batch-size", str(case.batch), "--dataset", "fashion-mnist", "--data-dir"]
+    options += [str(data), "--model", case.model, *contestant.options]
     if contestant.program.startswith("benchmarks/"):
         options = ["1000", "--device", case.device, *options]
     else:
@@ -238,8 +228,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder for what is written")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # and clean up on the way
-    gpu = torch.accelerator.current_accelerator(check_available=True)
-    every = all_cases(gpu.type if gpu else None, args.before)
+    every = all_cases(args.before)
     cases = [c for c in every if any(fnmatch.fnmatch(c.key, name) for name in args.cases)]
     if not cases:
         sys.exit(f"no such case; there are {', '.join(case.key for case in every)}")
@@ -251,7 +240,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for number, case in enumerate(cases, start=1):
             print(f"[{number} of {len(cases)}] {case.key}", flush=True)
-            data = idx_files(Path(folder, str(case.samples)), case.samples, 2_000)
+            data = idx_files(Path(folder, case.key), case.samples, 2_000, size=case.size)
             result["records"] += run_case(case, data, args.seconds)
     result["minutes"] = (time.monotonic() - start) / 60
     print("\n".join([*report.table(result), *report.odd_ones(result), *report.targets(result)]))

@@ -50,17 +50,18 @@ def test_a_contestant_runs_until_its_time_is_up():
 def test_the_targets_and_the_columns_are_among_the_cases(tmp_path, monkeypatch):
     """An older version of ours runs from its own folder, where Python finds its common/ first."""
     monkeypatch.setattr(harness, "CONTESTANTS", {**harness.CONTESTANTS})
-    cases = {case.key: case for case in harness.all_cases("cuda", tmp_path)}
-    assert len(cases) == len(harness.all_cases(None)) + 3
+    cases = {case.key: case for case in harness.all_cases(tmp_path)}
     assert all(name in harness.CONTESTANTS for case in cases.values() for name in case.contestants)
     assert all({ours, theirs} <= {*cases[key].close} for key, ours, theirs, _ in report.TARGETS)
     assert {key.removesuffix("-accumulate") for key in cases} == set(report.COLUMNS)
     older = harness.CONTESTANTS["ddp_spawn.py before"]
     words = harness.command(older, cases["mlp-32-2"], Path("data"))
     assert words[1:4] == [str(tmp_path / "ddp_spawn.py"), "1000", "1000"]
-    for key, hidden in (("mlp-32-1", True), ("mlp-32-gpu", False)):
-        env = harness.environment(harness.CONTESTANTS["tutorial"], cases[key])
-        assert ("LADDER_CPU" in env) is hidden
+    for device in ("cpu", "cuda"):
+        env = harness.environment(
+            harness.CONTESTANTS["tutorial"], harness.Case(32, 1, (), device=device)
+        )
+        assert ("LADDER_CPU" in env) is (device == "cpu")
 
 
 def record(contestant: str, number: int, **found: object) -> dict:
@@ -68,16 +69,16 @@ def record(contestant: str, number: int, **found: object) -> dict:
 
 
 def test_ratios_are_taken_within_a_round_and_their_median_counts():
-    ours, bound = "ddp_spawn.py", report.SPAWNED
-    records = [record(bound, 3, error="killed"), record(report.TOGETHER, 0, rate=200)]
+    ours, bound = "ddp_torchrun.py", report.TOGETHER
+    records = [record(bound, 3, error="killed"), record(report.SPAWNED, 0, rate=200)]
     records += [record(ours, number, rate=rate) for number, rate in enumerate((96, 48, 10, 96))]
     records += [record(bound, number, rate=rate) for number, rate in enumerate((100, 50, 100))]
     # The error of the median: 1.25 * 0.4965 / sqrt(3).
     assert report.targets({"records": records}) == [
-        "- `mlp-32-2`: ddp_spawn.py is to do 0.95 of compute + all-reduce, mp.spawn. "
+        "- `mlp-32-2`: ddp_torchrun.py is to do 0.95 of compute + all-reduce. "
         "It does 0.96 ± 0.36 (0.10 to 0.96 in 3 rounds), which is **undecided**."
     ]
-    assert "| ddp_spawn.py | 72 (0.48) |" in report.table({"records": records})
+    assert "| ddp_torchrun.py | 72 (0.96) |" in report.table({"records": records})
     values = {"ours": 90, "theirs": 91, "odd": 80, "compute alone": 80}
     records = [record(name, 0, accuracy=value) for name, value in values.items()]
     odd = ["- mlp-32-2: odd learns 80.0%, and the median is 90.0%"]
@@ -93,5 +94,5 @@ def test_the_committed_page_is_that_of_the_committed_figures():
     result = json.loads(report.PAGE.with_name("results.json").read_text())
     assert report.PAGE.read_text() == report.page(result), "run `python benchmarks/report.py`"
     measured = {record["case"] for record in result["records"]}
-    assert {case.key for case in harness.all_cases(None)} <= measured
+    assert {case.key for case in harness.all_cases()} <= measured
     assert not [record for record in result["records"] if "error" in record]

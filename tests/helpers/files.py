@@ -28,19 +28,19 @@ def difference(a: dict, b: dict) -> float:
     return torch.stack([(x.double() - y.double()).abs().max() for x, y in pairs]).max().item()
 
 
-def idx_files(folder: Path, train: int, test: int, seed: int = 0) -> Path:
+def idx_files(folder: Path, train: int, test: int, seed: int = 0, size: int = 28) -> Path:
     """Fashion-MNIST-shaped files in torchvision's place below `folder`, learnable, of any size."""
     raw = folder / "FashionMNIST" / "raw"
     raw.mkdir(parents=True, exist_ok=True)
-    prototypes = np.random.default_rng(1).integers(0, 256, (10, 28, 28))
+    prototypes = np.random.default_rng(1).integers(0, 256, (10, size, size))
     rng = np.random.default_rng(seed)
     for part, count in (("train", train), ("t10k", test)):
         labels = rng.integers(0, 10, min(count, 5_000))
-        noise = rng.normal(60, 40, (len(labels), 28, 28))
+        noise = rng.normal(60, 40, (len(labels), size, size))
         images = np.clip(prototypes[labels] / 2 + noise, 0, 255).astype("u1")
         labels = np.resize(labels, count)  # more of them are the first ones again
-        images = np.resize(images, (count, 28, 28))
-        header = struct.pack(">IIII", 0x803, count, 28, 28)
+        images = np.resize(images, (count, size, size))
+        header = struct.pack(">IIII", 0x803, count, size, size)
         (raw / f"{part}-images-idx3-ubyte").write_bytes(header + images.tobytes())
         header = struct.pack(">II", 0x801, count)
         (raw / f"{part}-labels-idx1-ubyte").write_bytes(header + labels.astype("u1").tobytes())
