@@ -242,11 +242,11 @@ def main() -> None:
             print(f"[{number} of {len(cases)}] {case.key}", flush=True)
             data = idx_files(Path(folder, case.key), case.samples, 2_000, size=case.size)
             result["records"] += run_case(case, data, args.seconds)
-    result["minutes"] = (time.monotonic() - start) / 60
+            result["minutes"] = (time.monotonic() - start) / 60
+            if out:  # after each case, because an hour may be cut short
+                out.mkdir(parents=True, exist_ok=True)
+                report.write(result, out)
     print("\n".join([*report.table(result), *report.odd_ones(result), *report.targets(result)]))
-    if out:
-        out.mkdir(parents=True, exist_ok=True)
-        report.write(result, out)
     if failed := [f"{r['case']}: {r['contestant']}" for r in result["records"] if "error" in r]:
         sys.exit(f"failed: {', '.join(failed)}")
 
