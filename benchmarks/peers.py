@@ -42,8 +42,9 @@ def with_ddp(rank: int, world_size: int, args: argparse.Namespace, train_data: D
 def with_fabric(args: argparse.Namespace, train_data: DataLoader) -> tuple:
     from lightning_fabric import Fabric
 
-    strategy = "ddp" if args.nproc_per_node > 1 else "auto"
-    fabric = Fabric(accelerator=args.device, devices=args.nproc_per_node, strategy=strategy)
+    count = int(os.environ.get("WORLD_SIZE", args.nproc_per_node))
+    strategy = "ddp" if count > 1 else "auto"
+    fabric = Fabric(accelerator=args.device, devices=count, strategy=strategy)
     fabric.launch()
     fabric.seed_everything(args.seed, verbose=False)
     model, optimizer = fabric.setup(*build(args))
@@ -140,11 +141,7 @@ def ddp_setup(rank: int, world_size: int, device: str) -> None:
 
 
 def load_data(args: argparse.Namespace) -> tuple[Dataset, Dataset, Callable | None]:
-    """Training set, test set and the loader's collate_fn.
-
-    The sets are torchvision's: PIL images, made tensors one at a time. With --our-data they are in
-    memory and come a batch at a time, as in our scripts.
-    """
+    """Training set, test set, collate_fn: torchvision's images one at a time, or as our scripts."""
     if args.our_data:
         return *load_dataset(args.dataset, args.data_dir), tuple
     sets = [FashionMNIST(args.data_dir, train, ToTensor()) for train in (True, False)]
@@ -152,10 +149,7 @@ def load_data(args: argparse.Namespace) -> tuple[Dataset, Dataset, Callable | No
 
 
 def normalize(args: argparse.Namespace, images: torch.Tensor) -> torch.Tensor:
-    """What our data set does to its images, for the same accuracy after the same steps.
-
-    On a whole batch: torchvision's Normalize on each sample would cost the peers more.
-    """
+    """As our data set does, but on whole batches, because Normalize on each sample costs more."""
     return images if args.our_data else (images - 0.2860) / 0.3530
 
 

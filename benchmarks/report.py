@@ -11,13 +11,17 @@ import sys
 from pathlib import Path
 
 PAGE = Path(__file__).resolve().with_name("RESULTS.md")
-BOUNDS = ("compute alone", "compute + all-reduce", "compute + all-reduce, mp.spawn")
-ALONE, TOGETHER, SPAWNED = BOUNDS
+ALONE, TOGETHER = BOUNDS = ("compute alone", "compute + all-reduce")
 ONE = "the same, 1 process, 1 thread"
 BEFORE = {script: f"{script} before" for script in ("ddp_spawn.py", "ddp_torchrun.py")}
 TARGETS = [  # case, ours, against, at least
     ("mlp-32-2", "ddp_torchrun.py", TOGETHER, 0.95),
     ("mlp-256-2", "ddp_torchrun.py", TOGETHER, 0.97),
+]
+FIRST_STEPS = [  # processes, ours, theirs
+    (1, "single_gpu.py", "tutorial"),
+    (2, "ddp_spawn.py", "tutorial"),
+    (2, "ddp_torchrun.py", "tutorial, torchrun"),
 ]
 COLUMNS = {  # of the table: a case -> its head, and the upper bound there
     "mlp-32-1": ("1 process, 32", ALONE),
@@ -83,29 +87,26 @@ def odd_ones(result: dict) -> list[str]:
     """Who does not learn what the others of its case learn, so that rates cannot be compared."""
     found = []
     for case in COLUMNS:
-        records = [r for r in result["records"] if r["case"] == case and "accuracy" in r]
-        values = {record["contestant"]: record["accuracy"] for record in records}
-        if case.endswith("-2"):
-            values.pop(ALONE, None)  # each process learns from half of the data
-        for name, value in values.items():
-            middle = statistics.median(values.values())
-            if abs(value - middle) > 5:  # percentage points
-                found.append(
-                    f"- {case}: {name} learns {value:.1f}%, and the median is {middle:.1f}%"
-                )
+        # Of two processes that compute alone, each learns from half of the data.
+        records = [r for r in result["records"] if r["case"] == case and r["contestant"] != ALONE]
+        values = {r["contestant"]: r["accuracy"] for r in records if "accuracy" in r}
+        middle = statistics.median([*values.values()] or [0])
+        odd = [name for name in values if abs(values[name] - middle) > 5]  # percentage points
+        learns = f"and the median is {middle:.1f}%"
+        found += [f"- {case}: {name} learns {values[name]:.1f}%, {learns}" for name in odd]
     return found
 
 
-def table(result: dict) -> list[str]:
+def table(result: dict, columns: dict = COLUMNS) -> list[str]:
     """A row for each contestant: its median rate, and what it is of the upper bound's."""
-    cases = [case for case in COLUMNS if names(result, case)]
-    heads = [COLUMNS[case][0] for case in cases]
+    cases = [case for case in columns if names(result, case)]
+    heads = [columns[case][0] for case in cases]
     lines = [f"| samples per second | {' | '.join(heads)} |", "| --- |" + " ---: |" * len(cases)]
     frugal = [f"{case}-accumulate" for case in cases]
     for name in names(result, *cases, *frugal):
         cells = []
         for case in cases:
-            bound = COLUMNS[case][1]
+            bound = columns[case][1]
             if "--accumulate" in name or name == ONE:
                 case, bound = f"{case}-accumulate", f"{TOGETHER} --accumulate 8"
             found = runs(result, case, name)
@@ -114,6 +115,28 @@ def table(result: dict) -> list[str]:
                 cell += f" ({statistics.median(against):.2f})"
             cells.append(cell)
         lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def first_steps(result: dict) -> list[str]:
+    """Medians of the seconds from the command line to the first step, and of where they go."""
+    if not (records := result.get("first steps")):
+        return []
+    longest = max((record["seconds"] for record in records), key=len)
+    parts = list(longest)  # one process joins nobody
+    lines = [f"| seconds | processes | all | of the tutorial's | {' | '.join(parts)} |"]
+    lines.append("| --- |" + " ---: |" * (len(parts) + 3))
+    for processes, *pair in FIRST_STEPS:
+        of_these = [record for record in records if record["processes"] == processes]
+        runs = [[r["seconds"] for r in of_these if r["contestant"] == name] for name in pair]
+        whole = [[sum(run.values()) for run in own] for own in runs]
+        ratio = statistics.median(ours / theirs for ours, theirs in zip(*whole, strict=True))
+        for name, own, seconds, cell in zip(pair, runs, whole, (f"{ratio:.2f}", ""), strict=True):
+            cells = [str(processes), f"{statistics.median(seconds):.2f}", cell]
+            for part in parts:
+                found = [run[part] for run in own if part in run]
+                cells.append(f"{statistics.median(found):.2f}" if found else "")
+            lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 
 
@@ -130,6 +153,7 @@ def page(result: dict) -> str:
     machine = {**result["machine"], "It took": f"{result['minutes']:.0f} minutes"}
     rows = [f"| {name} | {value} |" for name, value in machine.items()]
     parts = {"machine": ["| | |", "| --- | --- |", *rows], "rates": table(result)}
+    parts["first steps"] = first_steps(result)
     parts |= {"targets": targets(result), "odd ones": odd_ones(result) or ["- none"]}
     return fill(PAGE.read_text(), parts)
 

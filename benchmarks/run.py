@@ -19,6 +19,8 @@ import contextlib
 import datetime
 import fnmatch
 import importlib.metadata
+import itertools
+import json
 import os
 import platform
 import random
@@ -75,6 +77,7 @@ CONTESTANTS = {
     ),
     "tutorial": Contestant("spawn", PEER),
     "tutorial, 1 thread": Contestant("spawn", PEER, one_thread=True),
+    "tutorial, torchrun": Contestant("torchrun", PEER),
     "Fabric": Contestant("spawn", PEER, FABRIC),
     "Accelerate": Contestant("torchrun", PEER, ACCELERATE),
     "tutorial, 1 thread, our data": Contestant("spawn", PEER, OURS, one_thread=True),
@@ -82,7 +85,6 @@ CONTESTANTS = {
     "Accelerate, our data": Contestant("torchrun", PEER, (*ACCELERATE, *OURS)),
     "compute alone": Contestant("torchrun", BOUND),
     "compute + all-reduce": Contestant("torchrun", BOUND, ("--all-reduce",)),
-    "compute + all-reduce, mp.spawn": Contestant("spawn", BOUND, ("--all-reduce",)),
     "compute + all-reduce --accumulate 8": Contestant("torchrun", BOUND, ("--all-reduce", *FRUGAL)),
 }
 
@@ -116,7 +118,7 @@ def all_cases(before: Path | None = None) -> list[Case]:
     peers = ("tutorial", "tutorial, 1 thread", "Fabric", "Accelerate")
     on_our_data = ("tutorial, 1 thread, our data", "Fabric, our data", "Accelerate, our data")
     ours = ("ddp_spawn.py", "ddp_torchrun.py")
-    names = (*ours, *on_our_data, *report.BOUNDS[:2])
+    names = (*ours, *on_our_data, *report.BOUNDS)
     cases = [Case(32, 2, names, model="resnet18", size=32, samples=1_536)]
     for batch in (32, 256):
         one = ("single_gpu.py", "data_parallel.py", *peers, "compute alone")
@@ -134,7 +136,8 @@ def environment(contestant: Contestant, case: Case) -> dict[str, str]:
         s.bind(("127.0.0.1", 0))
         port = str(s.getsockname()[1])
     env = dict.fromkeys(UNSET, "")  # Job unsets what is empty
-    env |= {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "MASTER_PORT": port}
+    env |= {"PYTHONUNBUFFERED": "1", "MASTER_PORT": port}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     if contestant.one_thread:
         env["OMP_NUM_THREADS"] = "1"
     return env | (CPU_ONLY if case.device == "cpu" else {})
@@ -143,6 +146,8 @@ def environment(contestant: Contestant, case: Case) -> dict[str, str]:
 def command(contestant: Contestant, case: Case, data: Path) -> list[str]:
     count = contestant.processes or case.processes
     program = ROOT / contestant.program
+    words = [str(HERE / "vit.py")] if case.model == "vit" else []  # runs the program
+    words += [str(program)]
     options = ["--batch-size", str(case.batch), "--dataset", "fashion-mnist", "--data-dir"]
     options += [str(data), "--model", case.model, *contestant.options]
     if contestant.program.startswith("benchmarks/"):
@@ -151,48 +156,84 @@ def command(contestant: Contestant, case: Case, data: Path) -> list[str]:
         options = ["1000", "1000", *options]  # epochs, and that they are saved after the last only
     if contestant.launch == "torchrun" and (count > 1 or program.name == "ddp_torchrun.py"):
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
-        return [sys.executable, *torchrun, str(program), *options]
+        return [sys.executable, *torchrun, *words, *options]
     if contestant.launch == "spawn":
         options += ["--nproc-per-node", str(count)]
     if program.name == "multinode.py":
         options += ["--world-size", str(count)]  # this call starts all of its ranks
-    return [sys.executable, str(program), *options]
+    return [sys.executable, *words, *options]
 
 
-def measure(words: list[str], env: dict[str, str], seconds: float) -> dict:
+def measure(words: list[str], env: dict[str, str], seconds: float, limit: float = 240) -> dict:
     """Run a contestant until its time is up: samples per second, and accuracy after two epochs."""
     with tempfile.TemporaryDirectory() as folder:
         job = Job(words, Path(folder), {**env, "TMPDIR": folder})  # killed, it cannot clean up
         start, warm, epochs = time.monotonic(), None, []
         try:
             while warm is None or len(epochs) < 2 or time.monotonic() - warm < seconds:
-                if job.process.poll() is not None or time.monotonic() - start > 240:
+                if job.process.poll() is not None or time.monotonic() - start > limit:
                     return {"error": job.text}
                 time.sleep(0.1)  # looking costs the others time, too
                 epochs = EPOCH.findall(job.text)
                 if epochs and warm is None:
                     warm = time.monotonic()
         finally:
-            job.kill()
             while job.pids():
                 job.kill()
     rates = [float(rate) for _, rate in epochs]
     return {"rate": statistics.median(rates[1:]), "accuracy": float(epochs[1][0])}
 
 
+def run_one(case: Case, name: str, number: int, data: Path, **limits: float) -> dict:
+    """A contestant's run in a round, as a record of results.json."""
+    contestant = CONTESTANTS[name]
+    words, env = command(contestant, case, data), environment(contestant, case)
+    record = measure(words, env, **limits)
+    said = f"FAILED\n{record['error']}" if "error" in record else record
+    print(f"  {name}: {said}", file=sys.stderr, flush=True)
+    return {"case": case.key, "contestant": name, "round": number, **record}
+
+
+def shuffled(case: Case, names: tuple[str, ...], number: int) -> list[str]:
+    """Who runs when, and after whom, should not matter; the same order in every run of this."""
+    return random.Random(f"{case.key} {number}").sample(names, len(names))
+
+
 def run_case(case: Case, data: Path, seconds: float) -> list[dict]:
     records = []
     for number in range(case.rounds + case.more_rounds):
         names = case.contestants if number < case.rounds else case.close
-        # Who runs when, and after whom, should not matter; the same order in every run of this.
-        for name in random.Random(f"{case.key} {number}").sample(names, len(names)):
-            contestant = CONTESTANTS[name]
-            words, env = command(contestant, case, data), environment(contestant, case)
-            record = measure(words, env, seconds)
-            records.append({"case": case.key, "contestant": name, "round": number, **record})
-            said = f"FAILED\n{record['error']}" if "error" in record else record
-            print(f"  {name}: {said}", flush=True)
+        for name in shuffled(case, names, number):
+            records.append(run_one(case, name, number, data, seconds=seconds))
     return sorted(records, key=lambda r: (r["round"], case.contestants.index(r["contestant"])))
+
+
+def first_steps(data: Path, rounds: int) -> list[dict]:
+    """Seconds from the command line to the first optimizer step, ours and the tutorial's in turn.
+
+    site/sitecustomize.py tells when rank 0 passes what.
+    """
+    records = []
+    for number, (processes, *names) in itertools.product(range(rounds), report.FIRST_STEPS):
+        case = Case(32, processes, tuple(names), name="first step")
+        for name in shuffled(case, case.contestants, number):
+            words, env = (
+                command(CONTESTANTS[name], case, data),
+                environment(CONTESTANTS[name], case),
+            )
+            env["PYTHONPATH"] = os.pathsep.join((str(HERE / "site"), env["PYTHONPATH"]))
+            env = {key: value for key, value in {**os.environ, **env}.items() if value}
+            with tempfile.TemporaryDirectory() as folder:
+                start = time.time()
+                done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True)
+            times = json.loads(done.stdout.split("First step: ")[1].splitlines()[0])
+            passed = itertools.pairwise([start, *times.values()])
+            spent = [round(end - begin, 3) for begin, end in passed]
+            record = {"processes": processes, "contestant": name, "round": number}
+            record["seconds"] = dict(zip(times, spent, strict=True))
+            print(f"  {record}", file=sys.stderr, flush=True)
+            records.append(record)
+    return records
 
 
 def commit(folder: Path) -> str:
@@ -211,7 +252,7 @@ def machine() -> dict[str, str]:
     cores = len(os.sched_getaffinity(0))
     return {
         "CPU": f"{found[1] if found else platform.machine()}, {cores} cores, {memory:.0f} GiB",
-        "GPU": torch.get_device_module(gpu).get_device_name(0) if gpu else "none",
+        "GPU": getattr(torch.get_device_module(gpu), "get_device_name", str)(0) if gpu else "none",
         "System": f"{platform.system()} {platform.release().split('-')[0]} {platform.machine()}",
         "Versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "Source": f"commit {commit(ROOT)}",
@@ -224,29 +265,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cases", nargs="+", metavar="NAME", default=["*"], help="only these")
     parser.add_argument("--seconds", type=float, default=5, help="of a run, after warm-up")
+    parser.add_argument("--starts", type=int, default=10, help="rounds of the first steps")
     parser.add_argument("--before", type=Path, help="a clone of an older version, to run beside")
     parser.add_argument("--out", type=Path, help="folder for what is written")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # and clean up on the way
-    every = all_cases(args.before)
-    cases = [c for c in every if any(fnmatch.fnmatch(c.key, name) for name in args.cases)]
-    if not cases:
-        sys.exit(f"no such case; there are {', '.join(case.key for case in every)}")
-    out = args.out or (HERE if cases == every else None)
+    cases = {case.key: case for case in all_cases(args.before)}
+    keys = [*cases, "first-steps"]
+    wanted = [key for key in keys if any(fnmatch.fnmatch(key, name) for name in args.cases)]
+    if not wanted:
+        sys.exit(f"no such case; there are {', '.join(keys)}")
+    out = args.out or (HERE if wanted == keys else None)
     start = time.monotonic()
     result = {"machine": machine(), "seconds": args.seconds, "records": []}
     if args.before:
         result["machine"]["Before"] = f"commit {commit(args.before)}"
     with tempfile.TemporaryDirectory() as folder:
-        for number, case in enumerate(cases, start=1):
-            print(f"[{number} of {len(cases)}] {case.key}", flush=True)
-            data = idx_files(Path(folder, case.key), case.samples, 2_000, size=case.size)
-            result["records"] += run_case(case, data, args.seconds)
+        for number, key in enumerate(wanted, start=1):
+            print(f"[{number} of {len(wanted)}] {key}", flush=True)
+            if case := cases.get(key):
+                data = idx_files(Path(folder, key), case.samples, 2_000, size=case.size)
+                result["records"] += run_case(case, data, args.seconds)
+            else:
+                data = idx_files(Path(folder, key), 60_000, 10_000)
+                result["first steps"] = first_steps(data, args.starts)
             result["minutes"] = (time.monotonic() - start) / 60
             if out:  # after each case, because an hour may be cut short
                 out.mkdir(parents=True, exist_ok=True)
                 report.write(result, out)
-    print("\n".join([*report.table(result), *report.odd_ones(result), *report.targets(result)]))
+    tables = (report.table, report.odd_ones, report.targets, report.first_steps)
+    print("\n".join(line for table in tables for line in table(result)))
     if failed := [f"{r['case']}: {r['contestant']}" for r in result["records"] if "error" in r]:
         sys.exit(f"failed: {', '.join(failed)}")
 

@@ -3,7 +3,6 @@
     python upper_bound.py EPOCHS --data-dir DIR                 forward, backward, update
     torchrun --nproc_per_node=2 upper_bound.py EPOCHS --data-dir DIR                each for itself
     torchrun --nproc_per_node=2 upper_bound.py EPOCHS --data-dir DIR --all-reduce   one model
-    python upper_bound.py EPOCHS --data-dir DIR --all-reduce --nproc-per-node 2     by mp.spawn
 
 With --all-reduce the gradients are copied to one flat tensor after the backward pass, and averaged
 by one call; with --accumulate 8, after every eighth.

@@ -1,12 +1,11 @@
 """Why is it slower with more devices? Step times predicted, and measured on the tests' nodes.
 
-    python docs/scaling.py             write the tables of docs/scaling.md and the picture, from
-                                       scaling.json, and print what was published
+    python docs/scaling.py             write the tables and the picture of docs/scaling.md
     python docs/scaling.py measure     first measure: with nothing beside it, as root, with
                                        iproute2 and `pip install '.[test,bench]'`
 
-The sentences are in docs/scaling.md: edit them there. This writes what stands between the marks
-`<!-- name -->` and `<!-- end -->`.
+It writes what stands between the marks `<!-- name -->` and `<!-- end -->`, from scaling.json. The
+sentences are in docs/scaling.md: edit them there.
 """
 
 import itertools
@@ -295,6 +294,3 @@ if __name__ == "__main__":
         DATA.write_text(json.dumps(measure(), indent=1) + "\n")
     PAGE.write_text(written(PAGE.read_text(), json.loads(DATA.read_text())))
     plot(PICTURE)
-    for job, link, devices, share in PUBLISHED:
-        band = span(*efficiencies(job, devices, link))
-        print(f"{job.name}, {devices} on {link.name}: {band} predicted, {share:.0%} published")

@@ -1,10 +1,13 @@
 """benchmarks/: it measures, ratios are those of a round, and the page is that of its figures."""
 
 import json
+import re
 import sys
 import time
 from pathlib import Path
 
+import gaps
+import gpu
 import pytest
 import report
 import run as harness
@@ -24,7 +27,9 @@ def test_a_run_measures_all_and_writes_the_page(tmp_path, monkeypatch):
     case = harness.Case(32, 2, names, rounds=1, samples=1024)
     monkeypatch.setattr(harness, "all_cases", lambda *_: [case])
     monkeypatch.setattr(harness.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(sys, "argv", ["run.py", "--seconds", "0", "--out", str(tmp_path)])
+    monkeypatch.setattr(
+        sys, "argv", ["run.py", "--seconds", "0", "--starts", "1", "--out", str(tmp_path)]
+    )
     harness.main()
     result = json.loads((tmp_path / "results.json").read_text())
     learnt = {record["contestant"]: record["accuracy"] for record in result["records"]}
@@ -35,6 +40,10 @@ def test_a_run_measures_all_and_writes_the_page(tmp_path, monkeypatch):
     page = (tmp_path / "RESULTS.md").read_text()
     assert page == report.page(result) and result["machine"]["Date"] in page
     assert "</svg>" in (tmp_path / "throughput.svg").read_text()
+    assert len(result["first steps"]) == 6
+    for start in result["first steps"]:
+        assert min(start["seconds"].values()) > 0
+        assert ("joining" in start["seconds"]) is (start["processes"] == 2)
 
 
 def test_a_contestant_runs_until_its_time_is_up():
@@ -70,7 +79,7 @@ def record(contestant: str, number: int, **found: object) -> dict:
 
 def test_ratios_are_taken_within_a_round_and_their_median_counts():
     ours, bound = "ddp_torchrun.py", report.TOGETHER
-    records = [record(bound, 3, error="killed"), record(report.SPAWNED, 0, rate=200)]
+    records = [record(bound, 3, error="killed"), record(report.ALONE, 0, rate=200)]
     records += [record(ours, number, rate=rate) for number, rate in enumerate((96, 48, 10, 96))]
     records += [record(bound, number, rate=rate) for number, rate in enumerate((100, 50, 100))]
     # The error of the median: 1.25 * 0.4965 / sqrt(3).
@@ -89,6 +98,17 @@ def test_ratios_are_taken_within_a_round_and_their_median_counts():
     assert found == ["reached", "missed", "reached", "undecided", "undecided", "missed"]
 
 
+def test_first_steps_are_compared_within_a_round(monkeypatch):
+    monkeypatch.setattr(report, "FIRST_STEPS", report.FIRST_STEPS[:1])
+    ours = [{"import torch": 1, "joining": 0.5}, {"import torch": 9}]
+    found = [*(("single_gpu.py", s) for s in ours), *2 * [("tutorial", {"import torch": 3})]]
+    records = [{"processes": 1, "contestant": name, "seconds": s} for name, s in found]
+    heads, _, ours, theirs = report.first_steps({"first steps": records})
+    assert heads == "| seconds | processes | all | of the tutorial's | import torch | joining |"
+    assert ours == "| single_gpu.py | 1 | 5.25 | 1.75 | 5.00 | 0.50 |"  # of 1.5 / 3 and 9 / 3
+    assert theirs == "| tutorial | 1 | 3.00 |  | 3.00 |  |"
+
+
 def test_the_committed_page_is_that_of_the_committed_figures():
     assert report.fill("<!-- a -->\n1\n<!-- end -->", {"a": "2"}) == "<!-- a -->\n2\n<!-- end -->"
     result = json.loads(report.PAGE.with_name("results.json").read_text())
@@ -96,3 +116,52 @@ def test_the_committed_page_is_that_of_the_committed_figures():
     measured = {record["case"] for record in result["records"]}
     assert {case.key for case in harness.all_cases()} <= measured
     assert not [record for record in result["records"] if "error" in record]
+
+
+def test_without_a_gpu_there_is_one_sentence(start):
+    text = start("benchmarks/gpu.py").finish(1)
+    assert text == "error: benchmarks/gpu.py needs a GPU, and torch finds none here\n"
+
+
+@pytest.fixture
+def rehearse(monkeypatch, capsys):
+    """rehearse(part) -> the report of benchmarks/gpu.py, with little data on this CPU."""
+
+    def rehearse(part: int) -> str:
+        monkeypatch.setattr(sys, "argv", ["gpu.py", "--rehearse", "--part", str(part)])
+        monkeypatch.setattr(harness.signal, "signal", lambda *_: None)
+        gpu.main()
+        return capsys.readouterr().out
+
+    return rehearse
+
+
+@pytest.mark.slow("each starts several jobs")
+def test_the_gpu_report_has_speed_and_ends(rehearse, monkeypatch):
+    monkeypatch.setattr(harness, "CONTESTANTS", {**harness.CONTESTANTS})
+    monkeypatch.setattr(gpu, "VARIANTS", {"tutorial, our data": gpu.VARIANTS["tutorial, our data"]})
+    text = rehearse(7)
+    for name in ("ddp_torchrun.py", "tutorial, our data", report.TOGETHER):
+        assert re.search(rf"^\| {re.escape(name)} \| \d+", text, re.M), text
+    assert "failed" not in text and text.startswith("## Report of benchmarks/gpu.py\n")
+    assert len(re.findall(r"^\| .* \| \d+\.\d \|$", rehearse(9), re.M)) == 7
+
+
+def test_gaps_and_waits_in_a_trace():
+    def event(cat: str, name: str, ts: float, dur: float) -> dict:
+        return {"cat": cat, "name": name, "ts": ts, "dur": dur}
+
+    events = [event("kernel", "gemm", ts, dur) for ts, dur in ((100, 50), (120, 10), (200, 100))]
+    events += [event("gpu_memcpy", "copy", 330, 70), {"ph": "M", "name": "process_name"}]
+    events += [event("gpu_user_annotation", "Optimizer.step#SGD.step", 200, 100)]
+    events += [event("cuda_runtime", "cudaStreamSynchronize", 0, 1)]
+    # Busy from 100 to 150, 200 to 300 and 330 to 400.
+    assert gaps.summary(events, steps=2) == [
+        "0.15 ms a step",
+        "device busy 73%",
+        "1.0 gaps over 10 us a step",
+        "0.030 ms between steps",
+        "0.50 calls a step that wait for the device",
+    ]
+    assert gaps.summary(events[3:4], 1)[1] == "device busy 100%"
+    assert gaps.summary(events[-1:], 1) == ["the profiler saw no kernel"]

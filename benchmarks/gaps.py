@@ -1,0 +1,75 @@
+"""Does the accelerator wait for the host? One epoch under torch's profiler, and its gaps.
+
+    torchrun --nproc_per_node=4 benchmarks/gaps.py ddp_torchrun.py --model resnet18
+
+Start it as you would start the script, under torchrun or as one process, and put gaps.py before
+the script's name. Nothing is saved. It prints one line, which is rank 0's. While a kernel of NCCL
+waits for another rank, the device counts as busy.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import statistics
+import sys
+import tempfile
+from typing import Any
+
+import check
+import torch
+import torch.distributed as dist
+from torch.profiler import profile
+
+WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+def trace(trainer: Any, total_epochs: int) -> int:
+    """In place of `Trainer.train`, on all ranks: `_run_epoch()` twice, the second time profiled."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    trainer._run_epoch(0)  # the first steps are slow
+    trainer.samples_seen = 0
+    torch.accelerator.synchronize()
+    with profile() if rank == 0 else contextlib.nullcontext() as profiler:
+        trainer._run_epoch(1)
+        torch.accelerator.synchronize()
+    if rank == 0:
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "trace.json")
+            profiler.export_chrome_trace(path)
+            with open(path) as file:
+                events = json.load(file)["traceEvents"]
+        found = summary(events, len(trainer.train_data))
+        device = torch.get_device_module(trainer.device)
+        if hasattr(device, "max_memory_allocated"):
+            found.append(f"{device.max_memory_allocated() / 1e6:.0f} MB of memory at most")
+        print(f"Trace | {', '.join(found)}", flush=True)
+    return 0
+
+
+def summary(events: list[dict], steps: int) -> list[str]:
+    """What the Chrome trace of `steps` steps says; its times are microseconds.
+
+    https://docs.pytorch.org/docs/stable/profiler.html
+    """
+    work = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in WORK)
+    if not work:
+        return ["the profiler saw no kernel"]
+    ends = [*itertools.accumulate((end for _, end in work), max)]  # of all work up to there
+    gaps = [max(0.0, start - end) for (start, _), end in zip(work[1:], ends, strict=False)]
+    span = ends[-1] - work[0][0]
+    # The optimizer's kernels end a step, and torch names the time that they take on the device.
+    marks = [e for e in events if e.get("cat") == "gpu_user_annotation"]
+    over = [e["ts"] + e["dur"] for e in marks if e["name"].startswith("Optimizer.step")]
+    between = [min((start - end for start, _ in work if start >= end), default=0) for end in over]
+    calls = [e for e in events if "runtime" in e.get("cat", "") and "Synchronize" in e["name"]]
+    found = [f"{span / steps / 1e3:.2f} ms a step", f"device busy {1 - sum(gaps) / span:.0%}"]
+    found.append(f"{sum(gap > 10 for gap in gaps) / steps:.1f} gaps over 10 us a step")
+    if between:
+        found.append(f"{statistics.median(between) / 1e3:.3f} ms between steps")
+    return [*found, f"{len(calls) / steps:.2f} calls a step that wait for the device"]
+
+
+if __name__ == "__main__":
+    check.check = trace
+    sys.exit(check.main())

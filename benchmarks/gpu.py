@@ -1,0 +1,207 @@
+"""For whoever has a machine with GPUs: one command, and one report to paste into an issue.
+
+    python benchmarks/gpu.py > report.md        all parts, 70 minutes at most
+    python benchmarks/gpu.py --part 2           one of them, 8 minutes at most; --help lists them
+    python benchmarks/gpu.py --rehearse         with little data, also on a CPU: does it work?
+
+The report goes to stdout. What happens meanwhile goes to stderr. The status is 1 where something
+failed. It needs Linux and `pip install '.[bench,test]'`, and downloads nothing. One GPU is enough:
+the parts for several are skipped there.
+"""
+
+import argparse
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import report
+import run as harness
+import torch
+from helpers.files import idx_files
+from helpers.jobs import Job
+from run import CONTESTANTS, HERE, PEER, ROOT, Case, Contestant
+
+MODELS = {"mlp": (28, 61_440), "resnet18": (32, 12_288), "vit": (32, 12_288)}  # image size, samples
+OURS = "ddp_torchrun.py"
+VARIANTS = {
+    f"{OURS} --amp bf16": Contestant("torchrun", OURS, ("--amp", "bf16")),
+    f"{OURS} --compile": Contestant("torchrun", OURS, ("--compile",)),
+    "tutorial, our data": Contestant("torchrun", PEER, harness.OURS),
+    "Fabric, our data": Contestant("torchrun", PEER, (*harness.FABRIC, *harness.OURS)),
+    "Accelerate, our data": Contestant("torchrun", PEER, (*harness.ACCELERATE, *harness.OURS)),
+}
+Section = tuple[list[str], bool]  # of the report: its lines, and whether all went well
+FAILURES = (AssertionError, pytest.fail.Exception)  # of a Job
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parts = ", ".join(f"{number}: {part[0]}" for number, part in PARTS.items())
+    parser.add_argument("--part", type=int, choices=PARTS, help=f"only this one; {parts}")
+    parser.add_argument("--rehearse", action="store_true", help="little data, also on a CPU")
+    args = parser.parse_args()
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if not found and not args.rehearse:
+        sys.exit("error: benchmarks/gpu.py needs a GPU, and torch finds none here")
+    args.device = found.type if found else "cpu"
+    args.count = torch.accelerator.device_count() if found else 2  # processes on a CPU
+    args.torchrun = ("-m", "torch.distributed.run", "--standalone")
+    args.torchrun += (f"--nproc_per_node={args.count}",)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # and clean up on the way
+    print("\n".join(machine(args)), flush=True)
+    failed = []
+    for number in [args.part] if args.part else PARTS:
+        title, part, *more = PARTS[number]
+        start = time.monotonic()
+        args.until = start + 450
+        with tempfile.TemporaryDirectory() as folder:
+            lines, good = part(args, Path(folder), *more)
+        print(f"\n### Part {number}: {title}\n", *lines, sep="\n")
+        print(f"\nIt took {time.monotonic() - start:.0f} seconds.", flush=True)
+        failed += [] if good else [str(number)]
+    if failed:
+        sys.exit(f"failed: part {', '.join(failed)}")
+
+
+def machine(args: argparse.Namespace) -> list[str]:
+    rows = harness.machine()
+    if args.device == "cuda":
+        memory = torch.cuda.get_device_properties(0).total_memory / 2**30
+        rows["GPU"] = f"{args.count} x {rows['GPU']}, {memory:.0f} GiB"
+        rows["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        rows["Driver"] = subprocess.run(ask, capture_output=True, text=True).stdout.split("\n")[0]
+    rows["Command"] = f"python benchmarks/gpu.py {' '.join(sys.argv[1:])}"
+    lines = ["## Report of benchmarks/gpu.py", "", "| | |", "| --- | --- |"]
+    return [*lines, *(f"| {name} | {value} |" for name, value in rows.items())]
+
+
+def tests(args: argparse.Namespace, folder: Path) -> Section:
+    words = [sys.executable, "-m", "pytest", "-m", "gpu", "-n", "0", "-rs", "--tb=short"]
+    job = Job(words, ROOT, {"TMPDIR": str(folder)})
+    try:
+        text, good = job.finish(seconds=450), True
+    except FAILURES as error:
+        text, good = str(error), False
+    job.output.unlink()
+    return ["```", *text.strip().splitlines()[-40:], "```"], good
+
+
+def speed(args: argparse.Namespace, folder: Path, model: str, several: bool) -> Section:
+    if several and args.count < 2:
+        return ["Skipped: it needs two devices, and there is one."], True
+    count, bound = (args.count, report.TOGETHER) if several else (1, report.ALONE)
+    names = (OURS, *VARIANTS, *(() if several else ("single_gpu.py", "tutorial")), bound)
+    CONTESTANTS.update(VARIANTS)
+    size, samples = MODELS[model]
+    samples = 512 if args.rehearse else samples
+    data = idx_files(folder, samples, samples // 8, size=size)
+    batches = (32,) if args.rehearse else (32, 256)
+    cases = [Case(batch, count, names, model=model, device=args.device) for batch in batches]
+    result = {"records": []}
+    for number, case in itertools.product(range(1 if args.rehearse else 3), cases):
+        for name in harness.shuffled(case, names, number):
+            if (left := args.until - time.monotonic()) > 0:
+                limits = {"seconds": 0 if args.rehearse else 3, "limit": left}
+                result["records"].append(harness.run_one(case, name, number, data, **limits))
+    columns = {case.key: (f"batches of {case.batch}", bound) for case in cases}
+    lines = [*report.table(result, columns), f"\nIn brackets is the share of {bound}."]
+    failed = {r["contestant"]: error_line(r["error"]) for r in result["records"] if "error" in r}
+    lines += [f"- {name} failed: `{line}`" for name, line in failed.items()]
+    return lines, all("No module named" in line for line in failed.values())
+
+
+def error_line(text: str) -> str:
+    """The first error that Python names in an output, or its last line."""
+    found = re.search(r"^(?:\[\w+\]:)? ?([\w.]+(?:Error|Exception)\b.*)", text, re.M)
+    return found[1] if found else (text.strip() or "no output").splitlines()[-1]
+
+
+def start(args: argparse.Namespace, folder: Path, *words: object) -> Job:
+    env = harness.environment(CONTESTANTS[OURS], Case(32, 1, (), device=args.device))
+    return Job([sys.executable, *map(str, words), "--device", args.device], folder, env)
+
+
+def waits(args: argparse.Namespace, folder: Path) -> Section:
+    programs = (HERE / "vit.py", HERE / "gaps.py", ROOT / OURS)
+    steps = 4 if args.rehearse else 40
+    lines, good = [], True
+    for options, model in itertools.product(((), ("--amp", "bf16"), ("--compile",)), MODELS):
+        samples = 32 * args.count * steps
+        data = idx_files(folder / model, samples, 100, size=MODELS[model][0])
+        more = ("--model", model, "--dataset", "fashion-mnist", "--data-dir", data, *options)
+        job = start(args, folder, *args.torchrun, *programs, *more)
+        try:
+            text = job.finish(seconds=max(1, args.until - time.monotonic()))
+            found = text.split("Trace | ")[1].split("\n")[0]
+        except FAILURES as error:
+            good, found = False, f"failed: `{error_line(str(error))}`"
+        lines.append(f"- {' '.join((model, *options))}: {found}")
+    return lines, good
+
+
+def ends(args: argparse.Namespace, folder: Path) -> Section:
+    lines, jobs = ["| what | seconds |", "| --- | ---: |"], []
+    epoch, resumed = r"^Epoch \d+ .*samples/s$", "^Resuming training"
+
+    def begin(*words: object) -> Job:
+        jobs.append(start(args, folder, *words, "1000"))  # epochs
+        return jobs[-1]
+
+    def seconds(what: str, wait: Callable, wanted: object) -> None:
+        begin = time.monotonic()
+        wait(wanted)
+        lines.append(f"| {what} | {time.monotonic() - begin:.1f} |")
+
+    try:
+        job = begin(*args.torchrun, ROOT / OURS)
+        seconds("torchrun ddp_torchrun.py: to the end of the first epoch", job.wait_for, epoch)
+        job.process.send_signal(signal.SIGTERM)
+        seconds("SIGTERM to torchrun: until all have saved and ended", job.finish, 1)
+        assert "| Stopped at sample" in job.text, job.text
+        job = begin(*args.torchrun, "--max-restarts=1", ROOT / OURS, "--resume")
+        seconds("the same with --resume: until training goes on", job.wait_for, resumed)
+        job.wait_for(epoch)
+        os.kill(job.workers()[-1], signal.SIGKILL)
+        twice = f"(?s)({resumed}.*){{2}}"
+        seconds("kill -9 of a rank, restart: until training goes on", job.wait_for, twice)
+        job.kill()
+        job = begin(ROOT / "ddp_spawn.py")
+        seconds("ddp_spawn.py: to the end of the first epoch", job.wait_for, epoch)
+        for pid in job.pids():
+            os.kill(pid, signal.SIGINT)
+        seconds("Ctrl-C: until all have ended", job.finish, 130)
+        job = begin(ROOT / "ddp_spawn.py", "--resume")
+        job.wait_for(epoch)
+        os.kill(job.workers()[-1], signal.SIGKILL)
+        seconds("kill -9 of a rank: until all have ended", job.finish, 1)
+    except FAILURES as error:
+        return [*lines, "```", *str(error).strip().splitlines()[-20:], "```"], False
+    finally:
+        for job in jobs:
+            job.kill()
+    return lines, True
+
+
+PARTS = {
+    1: ("tests marked gpu", tests),
+    2: ("MLP on one device", speed, "mlp", False),
+    3: ("ResNet-18 on one device", speed, "resnet18", False),
+    4: ("a small transformer on one device", speed, "vit", False),
+    5: ("MLP on all devices", speed, "mlp", True),
+    6: ("ResNet-18 on all devices", speed, "resnet18", True),
+    7: ("a small transformer on all devices", speed, "vit", True),
+    8: ("does the device wait for the host, and how much memory is used?", waits),
+    9: ("a stop, a kill and a restart", ends),
+}
+
+if __name__ == "__main__":
+    main()
