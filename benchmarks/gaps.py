@@ -21,8 +21,6 @@ import torch
 import torch.distributed as dist
 from torch.profiler import profile
 
-WORK = ("kernel", "gpu_memcpy", "gpu_memset")
-
 
 def trace(trainer: Any, total_epochs: int) -> int:
     """In place of `Trainer.train`, on all ranks: `_run_epoch()` twice, the second time profiled."""
@@ -52,7 +50,8 @@ def summary(events: list[dict], steps: int) -> list[str]:
 
     https://docs.pytorch.org/docs/stable/profiler.html
     """
-    work = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in WORK)
+    kinds = ("kernel", "gpu_memcpy", "gpu_memset")
+    work = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in kinds)
     if not work:
         return ["the profiler saw no kernel"]
     ends = [*itertools.accumulate((end for _, end in work), max)]  # of all work up to there

@@ -245,6 +245,7 @@ def machine() -> dict[str, str]:
     found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     gpu = torch.accelerator.current_accelerator(check_available=True)
+    named = getattr(torch.get_device_module(gpu), "get_device_name", None) if gpu else None
     versions = {"Python": platform.python_version(), "torch": torch.__version__}
     for package in ("torchvision", "lightning-fabric", "accelerate"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -252,7 +253,7 @@ def machine() -> dict[str, str]:
     cores = len(os.sched_getaffinity(0))
     return {
         "CPU": f"{found[1] if found else platform.machine()}, {cores} cores, {memory:.0f} GiB",
-        "GPU": getattr(torch.get_device_module(gpu), "get_device_name", str)(0) if gpu else "none",
+        "GPU": named(0) if named else str(gpu or "none"),
         "System": f"{platform.system()} {platform.release().split('-')[0]} {platform.machine()}",
         "Versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "Source": f"commit {commit(ROOT)}",
