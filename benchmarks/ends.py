@@ -1,6 +1,6 @@
 """How the ranks of two-process jobs end, a thousand times: with status 0, aborted or hanging.
 
-    python benchmarks/ends.py ddp_spawn.py 1000     or ddp_torchrun.py, multinode.py; under load
+    python benchmarks/ends.py ddp_spawn.py 1000     or ddp_torchrun.py; under load
 
 A rank is forked from a process that has imported everything, so that it costs half a second. It
 trains two steps by the script's own main(), and then ends as every Python program does.
@@ -35,8 +35,6 @@ def train(rank: int, port: int) -> None:
     args = module.parse_args()
     if script == "ddp_torchrun.py":
         module.main(args)
-    elif script == "multinode.py":
-        module.main(0, args)
     else:
         args.store, args.nproc_per_node = f"store{port}", 2
         module.main(rank, args)

@@ -10,10 +10,11 @@ waits for another rank, the device counts as busy.
 import contextlib
 import itertools
 import json
-import os
 import statistics
 import sys
 import tempfile
+import time
+from pathlib import Path
 from typing import Any
 
 import check
@@ -23,21 +24,24 @@ from torch.profiler import profile
 
 
 def trace(trainer: Any, total_epochs: int) -> int:
-    """In place of `Trainer.train`, on all ranks: `_run_epoch()` twice, the second time profiled."""
+    """In place of `Trainer.train`, on all ranks: `_run_epoch()` thrice, the last time profiled."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    trainer._run_epoch(0)  # the first steps are slow
-    trainer.samples_seen = 0
-    torch.accelerator.synchronize()
+    for epoch in (0, 1):  # the first steps are slow
+        start = time.perf_counter()
+        trainer._run_epoch(epoch)
+        torch.accelerator.synchronize()
+        seconds = time.perf_counter() - start
+        trainer.samples_seen = 0
     with profile() if rank == 0 else contextlib.nullcontext() as profiler:
-        trainer._run_epoch(1)
+        trainer._run_epoch(2)
         torch.accelerator.synchronize()
     if rank == 0:
         with tempfile.TemporaryDirectory() as folder:
-            path = os.path.join(folder, "trace.json")
-            profiler.export_chrome_trace(path)
-            with open(path) as file:
-                events = json.load(file)["traceEvents"]
-        found = summary(events, len(trainer.train_data))
+            path = Path(folder, "trace.json")
+            profiler.export_chrome_trace(str(path))
+            events = json.loads(path.read_text())["traceEvents"]
+        steps = len(trainer.train_data)
+        found = [f"{seconds / steps * 1e3:.2f} ms a step", *summary(events, steps)]
         device = torch.get_device_module(trainer.device)
         if hasattr(device, "max_memory_allocated"):
             found.append(f"{device.max_memory_allocated() / 1e6:.0f} MB of memory at most")
@@ -55,17 +59,24 @@ def summary(events: list[dict], steps: int) -> list[str]:
     if not work:
         return ["the profiler saw no kernel"]
     ends = [*itertools.accumulate((end for _, end in work), max)]  # of all work up to there
-    gaps = [max(0.0, start - end) for (start, _), end in zip(work[1:], ends, strict=False)]
+    idle = [(end, start) for (start, _), end in zip(work[1:], ends, strict=False) if start > end]
     span = ends[-1] - work[0][0]
-    # The optimizer's kernels end a step, and torch names the time that they take on the device.
+    # torch names the time that the kernels of these two take on the device.
     marks = [e for e in events if e.get("cat") == "gpu_user_annotation"]
     over = [e["ts"] + e["dur"] for e in marks if e["name"].startswith("Optimizer.step")]
-    between = [min((start - end for start, _ in work if start >= end), default=0) for end in over]
+    begins = [e["ts"] for e in marks if e["name"].startswith("DistributedDataParallel.forward")]
+    between = []
+    for end in over:
+        begin = min((begin for begin in begins if begin > end), default=end)
+        between.append(sum(min(b, begin) - max(a, end) for a, b in idle if a < begin and b > end))
     calls = [e for e in events if "runtime" in e.get("cat", "") and "Synchronize" in e["name"]]
-    found = [f"{span / steps / 1e3:.2f} ms a step", f"device busy {1 - sum(gaps) / span:.0%}"]
-    found.append(f"{sum(gap > 10 for gap in gaps) / steps:.1f} gaps over 10 us a step")
-    if between:
-        found.append(f"{statistics.median(between) / 1e3:.3f} ms between steps")
+    found = [f"under the profiler {span / steps / 1e3:.2f}"]
+    found.append(f"device busy {1 - sum(end - start for start, end in idle) / span:.0%}")
+    found.append(
+        f"{sum(end - start > 10 for start, end in idle) / steps:.1f} gaps over 10 us a step"
+    )
+    if any(between):
+        found.append(f"idle between steps {statistics.median(between) / 1e3:.3f} ms")
     return [*found, f"{len(calls) / steps:.2f} calls a step that wait for the device"]
 
 

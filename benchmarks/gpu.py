@@ -5,8 +5,7 @@
     python benchmarks/gpu.py --rehearse         with little data, also on a CPU: does it work?
 
 The report goes to stdout. What happens meanwhile goes to stderr. The status is 1 where something
-failed. It needs Linux and `pip install '.[bench,test]'`, and downloads nothing. One GPU is enough:
-the parts for several are skipped there.
+failed. It needs Linux and `pip install '.[bench,test]'`, and downloads nothing.
 """
 
 import argparse
@@ -39,6 +38,7 @@ VARIANTS = {
 }
 Section = tuple[list[str], bool]  # of the report: its lines, and whether all went well
 FAILURES = (AssertionError, pytest.fail.Exception)  # of a Job
+LATE = "no time was left"
 
 
 def main() -> None:
@@ -52,8 +52,7 @@ def main() -> None:
         sys.exit("error: benchmarks/gpu.py needs a GPU, and torch finds none here")
     args.device = found.type if found else "cpu"
     args.count = torch.accelerator.device_count() if found else 2  # processes on a CPU
-    args.torchrun = ("-m", "torch.distributed.run", "--standalone")
-    args.torchrun += (f"--nproc_per_node={args.count}",)
+    args.torchrun = f"-m torch.distributed.run --standalone --nproc_per_node={args.count}".split()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # and clean up on the way
     print("\n".join(machine(args)), flush=True)
     failed = []
@@ -73,8 +72,7 @@ def main() -> None:
 def machine(args: argparse.Namespace) -> list[str]:
     rows = harness.machine()
     if args.device == "cuda":
-        memory = torch.cuda.get_device_properties(0).total_memory / 2**30
-        rows["GPU"] = f"{args.count} x {rows['GPU']}, {memory:.0f} GiB"
+        rows["GPU"] = f"{args.count} x {rows['GPU']}"
         rows["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     rows["Command"] = f"python benchmarks/gpu.py {' '.join(sys.argv[1:])}"
     lines = ["## Report of benchmarks/gpu.py", "", "| | |", "| --- | --- |"]
@@ -82,7 +80,7 @@ def machine(args: argparse.Namespace) -> list[str]:
 
 
 def tests(args: argparse.Namespace, folder: Path) -> Section:
-    words = [sys.executable, "-m", "pytest", "-m", "gpu", "-n", "0", "-rs", "--tb=short"]
+    words = [sys.executable, "-m", "pytest", "-m", "gpu", "-n", "0", "-rs", "--session-timeout=330"]
     job = Job(words, ROOT, {"TMPDIR": str(folder)})
     try:
         text, good = job.finish(seconds=450), True
@@ -99,7 +97,7 @@ def speed(args: argparse.Namespace, folder: Path, model: str, several: bool) -> 
     names = (OURS, *VARIANTS, *(() if several else ("single_gpu.py", "tutorial")), bound)
     CONTESTANTS.update(VARIANTS)
     size, samples = MODELS[model]
-    batches, samples = ((4,), 32) if args.rehearse else ((32, 256), samples)
+    batches, samples = ((4,), 32) if args.rehearse else ((32, 256), count * samples)
     data = idx_files(folder, samples, samples // 8, size=size)
     cases = [Case(batch, count, names, model=model, device=args.device) for batch in batches]
     result = {"records": []}
@@ -110,17 +108,19 @@ def speed(args: argparse.Namespace, folder: Path, model: str, several: bool) -> 
                 result["records"].append(harness.run_one(case, name, number, data, **limits))
     columns = {case.key: (f"batches of {case.batch}", bound) for case in cases}
     lines = [*report.table(result, columns), f"\nIn brackets is the share of {bound}."]
-    ran = {record["contestant"] for record in result["records"]}
-    lines += [f"- no time was left for {name}" for name in names if name not in ran]
+    ran = [(record["case"], record["contestant"]) for record in result["records"]]
+    pairs = [(case.key, name) for case in cases for name in names]
+    lines += [f"- {key}, {name}: {LATE}" for key, name in pairs if (key, name) not in ran]
     failed = {r["contestant"]: error_line(r["error"]) for r in result["records"] if "error" in r}
-    lines += [f"- {name} failed: `{line}`" for name, line in failed.items()]
-    return lines, all("No module named" in line for line in failed.values())
+    lines += [f"- {name}: `{line}`" for name, line in failed.items()]
+    ours = [line for name, line in failed.items() if report.kind(name) != 1]  # not the peers
+    return lines, all(line == LATE for line in ours)
 
 
 def error_line(text: str) -> str:
-    """The first error that Python names in an output, or its last line."""
+    """The first error that Python names in an output. Without one, the job was cut short."""
     found = re.search(r"^(?:\[\w+\]:)? ?([\w.]+(?:Error|Exception)\b.*)", text, re.M)
-    return found[1] if found else (text.strip() or "no output").splitlines()[-1]
+    return found[1] if found else LATE
 
 
 def start(args: argparse.Namespace, folder: Path, *words: object) -> Job:
@@ -142,14 +142,15 @@ def waits(args: argparse.Namespace, folder: Path) -> Section:
             text = job.finish(seconds=max(1, args.until - time.monotonic()))
             found = text.split("Trace | ")[1].split("\n")[0]
         except FAILURES as error:
-            good, found = False, f"failed: `{error_line(str(error))}`"
+            found = error_line(str(error))
+            good = good and found == LATE
         lines.append(f"- {' '.join((model, *options))}: {found}")
     return lines, good
 
 
 def ends(args: argparse.Namespace, folder: Path) -> Section:
     lines, jobs = ["| what | seconds |", "| --- | ---: |"], []
-    epoch, resumed = r"^Epoch \d+ .*samples/s$", "^Resuming training"
+    saved, resumed = r"^Epoch \d+ \| Training checkpoint saved", "^Resuming training"
 
     def begin(*words: object) -> Job:
         jobs.append(start(args, folder, *words, "1000"))  # epochs
@@ -162,24 +163,23 @@ def ends(args: argparse.Namespace, folder: Path) -> Section:
 
     try:
         job = begin(*args.torchrun, ROOT / OURS)
-        seconds("torchrun ddp_torchrun.py: to the end of the first epoch", job.wait_for, epoch)
+        seconds("torchrun ddp_torchrun.py: to the end of the first epoch", job.wait_for, saved)
         job.process.send_signal(signal.SIGTERM)
         seconds("SIGTERM to torchrun: until all have saved and ended", job.finish, 1)
         assert "| Stopped at sample" in job.text, job.text
         job = begin(*args.torchrun, "--max-restarts=1", ROOT / OURS, "--resume")
         seconds("the same with --resume: until training goes on", job.wait_for, resumed)
-        job.wait_for(epoch)
+        job.wait_for(saved)
         os.kill(job.workers()[-1], signal.SIGKILL)
         twice = f"(?s)({resumed}.*){{2}}"
         seconds("kill -9 of a rank, restart: until training goes on", job.wait_for, twice)
         job.kill()
         job = begin(ROOT / "ddp_spawn.py")
-        seconds("ddp_spawn.py: to the end of the first epoch", job.wait_for, epoch)
-        for pid in job.pids():
-            os.kill(pid, signal.SIGINT)
+        seconds("ddp_spawn.py: to the end of the first epoch", job.wait_for, saved)
+        os.killpg(job.process.pid, signal.SIGINT)
         seconds("Ctrl-C: until all have ended", job.finish, 130)
         job = begin(ROOT / "ddp_spawn.py", "--resume")
-        job.wait_for(epoch)
+        job.wait_for(saved)
         os.kill(job.workers()[-1], signal.SIGKILL)
         seconds("kill -9 of a rank: until all have ended", job.finish, 1)
     except FAILURES as error:

@@ -122,8 +122,7 @@ def first_steps(result: dict) -> list[str]:
     """Medians of the seconds from the command line to the first step, and of where they go."""
     if not (records := result.get("first steps")):
         return []
-    longest = max((record["seconds"] for record in records), key=len)
-    parts = list(longest)  # one process joins nobody
+    parts = [*max((record["seconds"] for record in records), key=len)]  # one process joins nobody
     lines = [f"| seconds | processes | all | of the tutorial's | {' | '.join(parts)} |"]
     lines.append("| --- |" + " ---: |" * (len(parts) + 3))
     for processes, *pair in FIRST_STEPS:

@@ -72,9 +72,7 @@ CONTESTANTS = {
     "ddp_torchrun.py": Contestant("torchrun", "ddp_torchrun.py"),
     "multinode.py": Contestant("spawn", "multinode.py", tuple(map(str, ALONE))),
     "ddp_torchrun.py --accumulate 8": Contestant("torchrun", "ddp_torchrun.py", FRUGAL),
-    "the same, 1 process, 1 thread": Contestant(
-        "torchrun", "ddp_torchrun.py", FRUGAL, one_thread=True, processes=1
-    ),
+    report.ONE: Contestant("torchrun", "ddp_torchrun.py", FRUGAL, one_thread=True, processes=1),
     "tutorial": Contestant("spawn", PEER),
     "tutorial, 1 thread": Contestant("spawn", PEER, one_thread=True),
     "tutorial, torchrun": Contestant("torchrun", PEER),
@@ -123,8 +121,7 @@ def all_cases(before: Path | None = None) -> list[Case]:
     for batch in (32, 256):
         one = ("single_gpu.py", "data_parallel.py", *peers, "compute alone")
         cases.append(Case(batch, 1, one))
-        frugal = ("ddp_torchrun.py --accumulate 8", "the same, 1 process, 1 thread")
-        frugal += ("compute + all-reduce --accumulate 8",)
+        frugal = ("ddp_torchrun.py --accumulate 8", report.ONE, f"{report.TOGETHER} --accumulate 8")
         cases.append(Case(batch, 2, frugal, name="accumulate"))
         two = (*ours, "multinode.py", *peers, *on_our_data, *report.BOUNDS, *older)
         cases.append(Case(batch, 2, two, ("ddp_torchrun.py", report.TOGETHER), more_rounds=45))
@@ -225,8 +222,8 @@ def first_steps(data: Path, rounds: int) -> list[dict]:
             env = {key: value for key, value in {**os.environ, **env}.items() if value}
             with tempfile.TemporaryDirectory() as folder:
                 start = time.time()
-                done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True)
-            times = json.loads(done.stdout.split("First step: ")[1].splitlines()[0])
+                text = subprocess.check_output(words, cwd=folder, env=env, text=True, timeout=120)
+            times = json.loads(text.split("First step: ")[1].splitlines()[0])
             passed = itertools.pairwise([start, *times.values()])
             spent = [round(end - begin, 3) for begin, end in passed]
             record = {"processes": processes, "contestant": name, "round": number}

@@ -1,7 +1,6 @@
 """What the machine can do: nothing but compute on batches that lie ready, and one all-reduce.
 
     python upper_bound.py EPOCHS --data-dir DIR                 forward, backward, update
-    torchrun --nproc_per_node=2 upper_bound.py EPOCHS --data-dir DIR                each for itself
     torchrun --nproc_per_node=2 upper_bound.py EPOCHS --data-dir DIR --all-reduce   one model
 
 With --all-reduce the gradients are copied to one flat tensor after the backward pass, and averaged
@@ -43,8 +42,7 @@ def main(rank: int, world_size: int, args: argparse.Namespace) -> None:
     batches = [[part.to(args.device) for part in train_set.__getitems__(i)] for i in sampler]
     parameters = list(model.parameters())
     flat = torch.empty(sum(p.numel() for p in parameters), device=args.device)
-    share = 1 / args.accumulate  # so that sums are averages
-    share /= world_size if args.all_reduce else 1
+    share = 1 / args.accumulate / (world_size if args.all_reduce else 1)  # so sums are averages
 
     for epoch in range(args.total_epochs):
         model.train()

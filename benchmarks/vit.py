@@ -1,6 +1,5 @@
 """A small transformer beside the models that the scripts have, for the GPU's benchmarks.
 
-    python benchmarks/vit.py SCRIPT --model vit [the script's options]
     torchrun --nproc_per_node=2 benchmarks/vit.py SCRIPT --model vit [the script's options]
 
 It runs any script that takes its model from common/model.py, but for mp.spawn with several

@@ -4,8 +4,7 @@
     python docs/scaling.py measure     first measure: with nothing beside it, as root, with
                                        iproute2 and `pip install '.[test,bench]'`
 
-It writes what stands between the marks `<!-- name -->` and `<!-- end -->`, from scaling.json. The
-sentences are in docs/scaling.md: edit them there.
+It writes what stands between the marks `<!-- name -->` and `<!-- end -->`, from scaling.json.
 """
 
 import itertools
