@@ -136,8 +136,8 @@ def rehearse(monkeypatch, capsys):
     return rehearse
 
 
-@pytest.mark.slow("each starts several jobs")
-def test_the_gpu_report_has_speed_and_ends(rehearse, monkeypatch):
+@pytest.mark.slow("three jobs with a transformer")
+def test_the_gpu_report_has_rates(rehearse, monkeypatch):
     name = "tutorial, our data"
     monkeypatch.setitem(harness.CONTESTANTS, name, gpu.VARIANTS[name])  # and undone
     monkeypatch.setattr(gpu, "VARIANTS", {name: gpu.VARIANTS[name]})
@@ -145,6 +145,10 @@ def test_the_gpu_report_has_speed_and_ends(rehearse, monkeypatch):
     for name in ("ddp_torchrun.py", "tutorial, our data", report.TOGETHER):
         assert re.search(rf"^\| {re.escape(name)} \| \d+", text, re.M), text
     assert "failed" not in text and text.startswith("## Report of benchmarks/gpu.py\n")
+
+
+@pytest.mark.slow("four jobs that are stopped or killed")
+def test_the_gpu_report_has_the_seconds_of_a_stop_and_a_restart(rehearse):
     assert len(re.findall(r"^\| .* \| \d+\.\d \|$", rehearse(9), re.M)) == 7
 
 
