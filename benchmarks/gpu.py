@@ -38,7 +38,6 @@ VARIANTS = {
 }
 Section = tuple[list[str], bool]  # of the report: its lines, and whether all went well
 FAILURES = (AssertionError, pytest.fail.Exception)  # of a Job
-LATE = "no time was left"
 
 
 def main() -> None:
@@ -107,20 +106,19 @@ def speed(args: argparse.Namespace, folder: Path, model: str, several: bool) -> 
                 limits = {"seconds": 0 if args.rehearse else 3, "limit": left}
                 result["records"].append(harness.run_one(case, name, number, data, **limits))
     columns = {case.key: (f"batches of {case.batch}", bound) for case in cases}
-    lines = [*report.table(result, columns), f"\nIn brackets is the share of {bound}."]
-    ran = [(record["case"], record["contestant"]) for record in result["records"]]
-    pairs = [(case.key, name) for case in cases for name in names]
-    lines += [f"- {key}, {name}: {LATE}" for key, name in pairs if (key, name) not in ran]
+    lines = report.table(result, columns)
+    lines += [f"\nIn brackets is the share of {bound}. For an empty cell no time was left."]
     failed = {r["contestant"]: error_line(r["error"]) for r in result["records"] if "error" in r}
     lines += [f"- {name}: `{line}`" for name, line in failed.items()]
     ours = [line for name, line in failed.items() if report.kind(name) != 1]  # not the peers
-    return lines, all(line == LATE for line in ours)
+    return lines, all(line.startswith("not done") for line in ours)
 
 
 def error_line(text: str) -> str:
-    """The first error that Python names in an output. Without one, the job was cut short."""
-    found = re.search(r"^(?:\[\w+\]:)? ?([\w.]+(?:Error|Exception)\b.*)", text, re.M)
-    return found[1] if found else LATE
+    """That a job was cut short, or the first error that Python names in its output."""
+    pattern = r"^(not done after .*|(?:\[\w+\]:)? ?[\w.]+(?:Error|Exception)\b.*)"
+    found = re.search(pattern, text, re.M)
+    return found[1] if found else (text.strip() or "no output").splitlines()[-1]
 
 
 def start(args: argparse.Namespace, folder: Path, *words: object) -> Job:
@@ -143,7 +141,7 @@ def waits(args: argparse.Namespace, folder: Path) -> Section:
             found = text.split("Trace | ")[1].split("\n")[0]
         except FAILURES as error:
             found = error_line(str(error))
-            good = good and found == LATE
+            good = good and found.startswith("not done")
         lines.append(f"- {' '.join((model, *options))}: {found}")
     return lines, good
 

@@ -168,8 +168,10 @@ def measure(words: list[str], env: dict[str, str], seconds: float, limit: float 
         start, warm, epochs = time.monotonic(), None, []
         try:
             while warm is None or len(epochs) < 2 or time.monotonic() - warm < seconds:
-                if job.process.poll() is not None or time.monotonic() - start > limit:
+                if job.process.poll() is not None:
                     return {"error": job.text}
+                if time.monotonic() - start > limit:
+                    return {"error": f"not done after {limit:.0f} s:\n{job.text}"}
                 time.sleep(0.1)  # looking costs the others time, too
                 epochs = EPOCH.findall(job.text)
                 if epochs and warm is None:

@@ -123,6 +123,13 @@ def test_without_a_gpu_there_is_one_sentence(start):
     assert text == "error: benchmarks/gpu.py needs a GPU, and torch finds none here\n"
 
 
+def test_the_error_of_a_contestant():
+    assert gpu.error_line("a\n[rank1]: ValueError: no\n====\n") == "[rank1]: ValueError: no"
+    late = harness.measure([sys.executable, "-S", "-c", "import time; time.sleep(9)"], {}, 0, 0.1)
+    assert gpu.error_line(late["error"]) == "not done after 0 s:"
+    assert gpu.error_line("Killed\n") == "Killed" and gpu.error_line("") == "no output"
+
+
 @pytest.fixture
 def rehearse(monkeypatch, capsys):
     """rehearse(part) -> the report of benchmarks/gpu.py, with little data on this CPU."""
