@@ -125,8 +125,9 @@ def test_without_a_gpu_there_is_one_sentence(start):
 
 def test_the_error_of_a_contestant():
     assert gpu.error_line("a\n[rank1]: ValueError: no\n====\n") == "[rank1]: ValueError: no"
-    late = harness.measure([sys.executable, "-S", "-c", "import time; time.sleep(9)"], {}, 0, 0.1)
-    assert gpu.error_line(late["error"]) == "not done after 0 s:"
+    hangs = [sys.executable, "-S", "-c", "import time; print('hi', flush=True); time.sleep(9)"]
+    late = harness.measure(hangs, {}, 0, limit=1)["error"]
+    assert late == "not done after 1 s:\nhi\n" and gpu.error_line(late) == "not done after 1 s:"
     assert gpu.error_line("Killed\n") == "Killed" and gpu.error_line("") == "no output"
 
 
