@@ -68,7 +68,7 @@ def summary(events: list[dict], steps: int) -> list[str]:
     between = []
     for end in over:
         begin = min((begin for begin in begins if begin > end), default=end)
-        between.append(sum(min(b, begin) - max(a, end) for a, b in idle if a < begin and b > end))
+        between.append(sum(until - since for since, until in idle if end <= since < begin))
     calls = [e for e in events if "runtime" in e.get("cat", "") and "Synchronize" in e["name"]]
     found = [f"under the profiler {span / steps / 1e3:.2f}"]
     found.append(f"device busy {1 - sum(end - start for start, end in idle) / span:.0%}")

@@ -1,7 +1,7 @@
 """For whoever has a machine with GPUs: one command, and one report to paste into an issue.
 
-    python benchmarks/gpu.py > report.md        all parts, 70 minutes at most
-    python benchmarks/gpu.py --part 2           one of them, 8 minutes at most; --help lists them
+    python benchmarks/gpu.py > report.md        all parts, an hour or a little more
+    python benchmarks/gpu.py --part 2           one of them, up to 8 minutes; --help lists them
     python benchmarks/gpu.py --rehearse         with little data, also on a CPU: does it work?
 
 The report goes to stdout. What happens meanwhile goes to stderr. The status is 1 where something
@@ -52,7 +52,9 @@ def main() -> None:
     args.device = found.type if found else "cpu"
     args.count = torch.accelerator.device_count() if found else 2  # processes on a CPU
     args.torchrun = f"-m torch.distributed.run --standalone --nproc_per_node={args.count}".split()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # and clean up on the way
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signum) is not signal.SIG_IGN:  # as nohup leaves SIGHUP
+            signal.signal(signum, lambda *_: sys.exit("stopped"))  # and end the jobs on the way
     print("\n".join(machine(args)), flush=True)
     failed = []
     for number in [args.part] if args.part else PARTS:

@@ -216,10 +216,8 @@ def first_steps(data: Path, rounds: int) -> list[dict]:
     for number, (processes, *names) in itertools.product(range(rounds), report.FIRST_STEPS):
         case = Case(32, processes, tuple(names), name="first step")
         for name in shuffled(case, case.contestants, number):
-            words, env = (
-                command(CONTESTANTS[name], case, data),
-                environment(CONTESTANTS[name], case),
-            )
+            words = command(CONTESTANTS[name], case, data)
+            env = environment(CONTESTANTS[name], case)
             env["PYTHONPATH"] = os.pathsep.join((str(HERE / "site"), env["PYTHONPATH"]))
             env = {key: value for key, value in {**os.environ, **env}.items() if value}
             with tempfile.TemporaryDirectory() as folder:

@@ -164,19 +164,19 @@ def test_gaps_and_waits_in_a_trace():
     def event(cat: str, name: str, ts: float, dur: float) -> dict:
         return {"cat": cat, "name": name, "ts": ts, "dur": dur}
 
-    spans = ((100, 50), (120, 10), (200, 100), (310, 10), (430, 70))
+    spans = ((100, 50), (120, 10), (200, 100), (310, 10), (430, 70), (550, 50))
     events = [event("kernel", "gemm", *span) for span in spans]
     events += [event("gpu_memcpy", "copy", 330, 70), {"ph": "M", "name": "process_name"}]
     events += [event("gpu_user_annotation", "Optimizer.step#SGD.step", 200, 100)]
     events += [event("gpu_user_annotation", "DistributedDataParallel.forward", 430, 70)]
     events += [event("cuda_runtime", "cudaStreamSynchronize", 0, 1)]
-    # Idle from 150 to 200, and between the steps from 300 to 310, 320 to 330 and 400 to 430.
+    # Idle from 150 to 200, 500 to 550, and between the steps 300 to 310, 320 to 330, 400 to 430.
     assert gaps.summary(events, steps=2) == [
-        "under the profiler 0.20",
-        "device busy 75%",
-        "1.0 gaps over 10 us a step",
+        "under the profiler 0.25",
+        "device busy 70%",
+        "1.5 gaps over 10 us a step",
         "idle between steps 0.050 ms",
         "0.50 calls a step that wait for the device",
     ]
-    assert gaps.summary(events[5:6], 1)[1] == "device busy 100%"
+    assert gaps.summary(events[6:7], 1)[1] == "device busy 100%"
     assert gaps.summary(events[-1:], 1) == ["the profiler saw no kernel"]
