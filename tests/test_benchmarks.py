@@ -135,13 +135,26 @@ def test_the_error_of_a_contestant():
 def rehearse(monkeypatch, capsys):
     """rehearse(part) -> the report of benchmarks/gpu.py, with little data on this CPU."""
 
-    def rehearse(part: int) -> str:
-        monkeypatch.setattr(sys, "argv", ["gpu.py", "--rehearse", "--part", str(part)])
+    def rehearse(part: int | None) -> str:
+        chosen = ["--part", str(part)] if part else []
+        monkeypatch.setattr(sys, "argv", ["gpu.py", "--rehearse", *chosen])
         monkeypatch.setattr(harness.signal, "signal", lambda *_: None)
         gpu.main()
         return capsys.readouterr().out
 
     return rehearse
+
+
+def test_a_part_that_breaks_is_in_the_report_and_the_others_go_on(rehearse, monkeypatch, capsys):
+    def bad(*_):
+        raise ValueError("a surprise")
+
+    monkeypatch.setattr(gpu, "PARTS", {1: ("bad", bad), 2: ("good", lambda *_: (["fine"], True))})
+    with pytest.raises(SystemExit, match="failed: part 1"):
+        rehearse(None)
+    assert re.search(
+        r"(?s)### Part 1.*ValueError: a surprise\n.*### Part 2.*fine\n", capsys.readouterr().out
+    )
 
 
 @pytest.mark.slow("three jobs with a transformer")
