@@ -20,12 +20,13 @@ time.sleep(100)
 """
 
 
-@pytest.mark.slow("five contestants, a minute")
+@pytest.mark.slow("four contestants, a minute")
 def test_a_run_measures_all_and_writes_the_page(tmp_path, monkeypatch):
     peers = ("tutorial, 1 thread", "tutorial, 1 thread, our data")
-    names = ("ddp_spawn.py", "multinode.py", report.TOGETHER, *peers)
+    names = ("ddp_spawn.py", report.TOGETHER, *peers)
     case = harness.Case(32, 2, names, rounds=1, samples=1024)
     monkeypatch.setattr(harness, "all_cases", lambda *_: [case])
+    monkeypatch.setattr(report, "FIRST_STEPS", report.FIRST_STEPS[::2])
     monkeypatch.setattr(harness.signal, "signal", lambda *_: None)
     monkeypatch.setattr(
         sys, "argv", ["run.py", "--seconds", "0", "--starts", "1", "--out", str(tmp_path)]
@@ -35,12 +36,11 @@ def test_a_run_measures_all_and_writes_the_page(tmp_path, monkeypatch):
     learnt = {record["contestant"]: record["accuracy"] for record in result["records"]}
     assert learnt.keys() == set(names)
     assert all(record["rate"] > 0 for record in result["records"])
-    assert learnt["ddp_spawn.py"] == learnt["multinode.py"] > 15
-    assert learnt[peers[0]] == learnt[peers[1]] > 15
+    assert learnt["ddp_spawn.py"] > 15 and learnt[peers[0]] == learnt[peers[1]] > 15
     page = (tmp_path / "RESULTS.md").read_text()
     assert page == report.page(result) and result["machine"]["Date"] in page
     assert "</svg>" in (tmp_path / "throughput.svg").read_text()
-    assert len(result["first steps"]) == 6
+    assert len(result["first steps"]) == 4
     for start in result["first steps"]:
         assert min(start["seconds"].values()) > 0
         assert ("joining" in start["seconds"]) is (start["processes"] == 2)

@@ -166,7 +166,7 @@ def test_a_parent_that_is_killed_while_its_processes_start(start, tmp_path, fash
     """Or Ctrl-C: they end where they would have begun, and not after 999 epochs."""
     script, *options = launch
     job = start(script, 999, *options, *fashion(100, 10), TMPDIR=tmp_path)
-    while not job.workers():
+    while len(job.workers()) < (1 if "torchrun" in script else 2):  # so rank 0 knows its work
         assert job.process.poll() is None, job.text
         time.sleep(0.01)
     status, said = end(job, how)
