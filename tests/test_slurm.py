@@ -112,7 +112,8 @@ def test_the_batch_script_trains_stops_when_told_and_goes_on(slurm, tmp_path):
     options = (4, *data, "--log-interval", 1)
     placed = ("--parsable", "--cpus-per-task=2", f"--chdir={ROOT}", f"--output={output}")
     own = ("--batch-size", 6, "--snapshot-path", tmp_path / "job.pt")
-    job = slurm.call("sbatch", *placed, BATCH, *options, *own, **ENVIRONMENT).strip()
+    env = {**ENVIRONMENT, "LADDER_SLOW": "1:0.02"}  # scancel and scontrol take their time, too
+    job = slurm.call("sbatch", *placed, BATCH, *options, *own, **env).strip()
     wait_for(lambda: said(r"Epoch 1 \| Step 3 "))
     slurm.call("scancel", "--signal=TERM", job)
     slurm.wait(job, "FAILED")
@@ -125,7 +126,7 @@ def test_the_batch_script_trains_stops_when_told_and_goes_on(slurm, tmp_path):
     slurm.wait(job, "COMPLETED")
     text = output.read_text()
     for rank in range(4):  # two on each node
-        assert text.count(f"[rank {rank} of 4] device cpu |") == 3
+        assert text.count(f"[rank {rank} of 4] device cpu |") == 3, text
     samples = re.findall(r"^Epoch [12] \| Stopped at sample (\d+), saved$", text, re.M)
     assert len(samples) == 2 and all(0 < int(sample) < 4_000 for sample in samples)
     assert re.findall("^Resuming training from snapshot at Epoch (.)", text, re.M) == ["1", "2"]
