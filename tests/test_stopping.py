@@ -159,7 +159,7 @@ def test_what_is_registered_for_the_end_is_run(run, temporary, fashion, launch, 
         (SPAWN2, "Ctrl-C"),
         (SPAWN2, "SIGKILL of the parent"),
         pytest.param(NODE2, "SIGKILL of the parent", marks=slow),
-        ((TORCHRUN.format(1), "--timeout", 5), "SIGKILL of the parent"),
+        ((TORCHRUN.format(1), "--timeout", 1), "SIGKILL of the parent"),
     ],
 )
 def test_a_parent_that_is_killed_while_its_processes_start(start, tmp_path, fashion, launch, how):
