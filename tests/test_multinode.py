@@ -122,7 +122,7 @@ def test_a_link_that_goes_down(hosts, job):
     jobs[0].wait_for(f"^{re.escape(before)}.", seconds=8)
     nodes.link(1, up=False)
     for each in jobs:
-        *_, line = each.finish(1, seconds=60).rstrip().splitlines()
+        *_, line = each.finish(1, seconds=30).rstrip().splitlines()
         assert re.search("Timed out waiting 8000ms|Application timeout", line), line
 
 
