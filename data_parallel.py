@@ -13,10 +13,9 @@ the lines marked "your".
 
 import argparse
 import os
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -64,10 +63,11 @@ class Trainer:
 
     def _run_epoch(self, epoch: int) -> torch.Tensor:
         set_seed(self.args.seed, 0, epoch)  # 0 is the rank that this process would have under DDP
+        self.train_data.generator.manual_seed(torch.initial_seed())  # and for loader workers
         self.train_data.sampler.generator.manual_seed(self.args.seed + epoch)  # another order
         name = self.device.type.upper().replace("CUDA", "GPU")
-        steps = f"Batchsize: {self.args.batch_size} | Steps: {len(self.train_data)}"
-        log(f"[{name}0] Epoch {epoch} | {steps}")
+        line = f"Epoch {epoch} | Batchsize: {self.args.batch_size} | Steps: {len(self.train_data)}"
+        log(f"[{name}0] {line}")
         self.model.train()
         data = self.train_data
         loss_sum = torch.zeros((), device=self.device)
@@ -103,12 +103,12 @@ class Trainer:
             start = time.perf_counter()
             train_loss = self._run_epoch(epoch).item()  # waits for the device
             rate = train_size / (time.perf_counter() - start)
-            test_loss, correct = torch.stack(self._evaluate()).tolist()
-            train_loss /= train_size
-            test_loss /= test_size
-            losses = f"Train loss: {train_loss:.4f} | Test loss: {test_loss:.4f}"
-            accuracy = f"Accuracy: {correct:.0f}/{test_size} ({correct / test_size:.2%})"
-            log(f"Epoch {epoch} | {losses} | {accuracy} | {rate:.0f} samples/s")
+            line = f"Epoch {epoch} | Train loss: {train_loss / train_size:.4f}"
+            if test_size > 0:
+                test_loss, correct = torch.stack(self._evaluate()).tolist()
+                line += f" | Test loss: {test_loss / test_size:.4f}"
+                line += f" | Accuracy: {correct:.0f}/{test_size} ({correct / test_size:.2%})"
+            log(f"{line} | {rate:.0f} samples/s")
             self.schedule.step()  # your schedule: move this if it steps after each batch
             self.epoch = epoch + 1
             if self.epoch % self.args.save_every == 0 or self.epoch == total_epochs:
@@ -130,7 +130,7 @@ class Trainer:
         os.replace(f"{path}.tmp", path)
 
     def _load_snapshot(self) -> None:
-        snapshot = open_snapshot(self.args)
+        snapshot = read_snapshot(self.args)
         if snapshot is None:
             log(f"No snapshot at {self.args.snapshot_path}, starting from the beginning")
             return
@@ -160,6 +160,9 @@ def prepare_dataloader(
         batch_size=batch_size,
         sampler=sampler,
         collate_fn=collate,  # for data sets that return whole batches, as ours do, and any other
+        # Each start of the loader draws a number. From torch's own generator, the draw would change
+        # dropout in a resumed run.
+        generator=torch.Generator(),
         pin_memory=args.device not in ("cpu", "mps"),  # so copies overlap the computation
         # num_workers, started in the way that common/loader.py explains.
         **worker_options(args.num_workers),
@@ -178,10 +181,10 @@ def main(args: argparse.Namespace) -> None:
     trainer.train(args.total_epochs)
 
 
-# --- stops, snapshots read, messages and options: skip these on a first reading ---------------
+# --- snapshots read, messages and options: skip these on a first reading -----------------------
 
 
-def open_snapshot(args: argparse.Namespace) -> dict | None:
+def read_snapshot(args: argparse.Namespace) -> dict | None:
     path = args.snapshot_path
     if not os.path.exists(path):
         return None
@@ -189,8 +192,10 @@ def open_snapshot(args: argparse.Namespace) -> dict | None:
         snapshot = torch.load(path, map_location="cpu", weights_only=True)
         before = snapshot["args"]
     except Exception as error:  # torch.load raises nearly everything
-        sys.exit(f"error: {path} is not a snapshot of these scripts ({error!r:.200})")
-    for name in ("dataset", "model", "lr", "momentum", "seed"):
+        reason = repr(error).split("error: ")[-1]  # where it names a type that it refuses
+        sys.exit(f"error: {path} is not a snapshot of these scripts ({reason:.200})")
+    # The snapshot brings back the old ones, so a resumed run must be given the same.
+    for name in ("dataset", "model", "lr", "momentum", "seed"):  # your settings
         now = str(getattr(args, name))
         if before.get(name) != now:
             sys.exit(f"error: {path} was made with --{name} {before.get(name)}, not {now}")
@@ -199,50 +204,44 @@ def open_snapshot(args: argparse.Namespace) -> dict | None:
     return snapshot
 
 
-def stop(signum: int, frame: object) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)  # a second signal would break off the end
-    os.write(2, b"stopped: --resume goes on from the last snapshot\n")  # print() may be busy
-    sys.exit(128 + signum)  # the shells' number for a signal
-
-
 def log(line: str) -> None:
-    # One write keeps a rank's line whole. A stop signal inside tqdm's locks would break them.
-    tqdm.write(f"{line}\n", end="", nolock=True)
+    tqdm.write(line)  # print() would break the progress bar
     sys.stdout.flush()
 
 
-def at_least(low: float) -> Callable[[str], float]:
-    def number(text: str) -> float:
-        value = type(low)(text)  # int or float
-        if not value >= low:  # true for nan, too
-            raise argparse.ArgumentTypeError(f"{text} is less than {low}")
-        return value
-
-    return number
+def positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return int(text)
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(usage="%(prog)s [total_epochs] [save_every] [options]")
     add = parser.add_argument
-    add("total_epochs", nargs="?", type=at_least(1), default=5, help="how many epochs to train")
-    add("save_every", nargs="?", type=at_least(1), default=1, help="epochs between two snapshots")
-    add("--batch-size", "--batch_size", type=at_least(1), default=32, help="samples for all GPUs")
-    add("--test-batch-size", type=at_least(1), default=1000, help="the same in evaluation")
-    add("--lr", type=at_least(0.0), default=0.01, help="learning rate of SGD")  # your optimizer
-    add("--momentum", type=at_least(0.0), default=0.9, help="momentum of SGD")  # your optimizer
+    add("total_epochs", nargs="?", type=positive, default=5, help="how many epochs to train")
+    add("save_every", nargs="?", type=positive, default=1, help="epochs between two snapshots")
+    add("--batch-size", "--batch_size", type=positive, default=32, help="samples for all GPUs")
+    add("--test-batch-size", type=positive, default=1000, help="the same in evaluation")
+    add("--lr", type=float, default=0.01, help="learning rate of SGD")  # your optimizer
+    add("--momentum", type=float, default=0.9, help="momentum of SGD")  # your optimizer
     add("--dataset", choices=DATASETS, default="digits", help="digits needs no download")
     add("--data-dir", default="data", help="where torchvision keeps or downloads the others")
     add("--model", choices=MODELS, help="default: what suits the data set")
-    add("--seed", type=at_least(0), default=42)
+    add("--seed", type=int, default=42)
     add("--deterministic", action="store_true", help="deterministic kernels on an accelerator")
-    add("--num-workers", type=at_least(0), default=0, help="loader processes: try 4 for files")
-    add("--log-interval", type=at_least(0), default=0, help="steps between loss lines (0: none)")
+    add("--num-workers", type=int, default=0, help="loader processes: try 4 for files")
+    add("--log-interval", type=int, default=0, help="steps between loss lines (0: none)")
     add("--snapshot-path", default="checkpoint.pt")
     add("--resume", action="store_true", help="go on from the snapshot where there is one")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     args.model = args.model or DEFAULT_MODEL[args.dataset]
     args.device = "cuda" if torch.cuda.is_available() else "cpu"  # it serves no other
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if args.device == "cpu" and found and found.type != "mps":
+        parser.error(f"nn.DataParallel fails on {found.type} (pytorch#143239): use ddp_spawn.py")
+    counts = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+    if "TORCHELASTIC_RUN_ID" in os.environ or any(int(os.environ.get(n, 1)) > 1 for n in counts):
+        parser.error("this script is one process: torchrun starts ddp_torchrun.py")
     path = Path(os.path.realpath(args.snapshot_path))
     if (path.exists() and not path.is_file()) or not os.access(path.parent, os.W_OK):
         parser.error(f"--snapshot-path {path}: name a file in a folder that you may write to")
@@ -251,10 +250,8 @@ def parse_args() -> argparse.Namespace:
 
 if __name__ == "__main__":
     args = parse_args()
-    signal.signal(signal.SIGINT, stop)
-    signal.signal(signal.SIGTERM, stop)
     start = time.perf_counter()
-    epochs = f"total_epochs: {args.total_epochs}, save_every: {args.save_every}"
-    log(f"{epochs}, batch_size: {args.batch_size}")
+    line = f"total_epochs: {args.total_epochs}, save_every: {args.save_every}"
+    log(f"{line}, batch_size: {args.batch_size}")
     main(args)
     log(f"Total time: {time.perf_counter() - start:.3f}s")

@@ -19,7 +19,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -71,10 +71,11 @@ class Trainer:
 
     def _run_epoch(self, epoch: int) -> torch.Tensor:
         set_seed(self.args.seed, self.rank, epoch)  # a resumed run draws the same
+        self.train_data.generator.manual_seed(torch.initial_seed())  # and for loader workers
         self.train_data.sampler.set_epoch(epoch)  # another order, the same on all ranks
         name = self.device.type.upper().replace("CUDA", "GPU")
-        steps = f"Batchsize: {self.args.batch_size} | Steps: {len(self.train_data)}"
-        log(f"[{name}{self.rank}] Epoch {epoch} | {steps}", every_rank=True)
+        line = f"Epoch {epoch} | Batchsize: {self.args.batch_size} | Steps: {len(self.train_data)}"
+        log(f"[{name}{self.rank}] {line}", every_rank=True)
         self.model.train()
         data = self.train_data
         loss_sum = torch.zeros((), device=self.device)
@@ -92,8 +93,10 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self) -> tuple[torch.Tensor, torch.Tensor]:
-        for buffer in self.model.buffers():
-            dist.broadcast(buffer, src=0)  # rank 0's, as each rank's last step has changed its own
+        for buffer in self.model.buffers():  # each rank's last step has changed its own
+            values = buffer.contiguous()  # gloo sends a view's memory as if it had no gaps
+            dist.broadcast(values, src=0)
+            buffer.copy_(values)
         self.model.eval()
         loss_sum = torch.zeros((), device=self.device)
         correct = torch.zeros((), device=self.device)
@@ -114,14 +117,14 @@ class Trainer:
             start = time.perf_counter()
             train_loss = self._run_epoch(epoch).item()  # waits for the device
             rate = train_size / (time.perf_counter() - start)
-            sums = torch.stack(self._evaluate())
-            dist.all_reduce(sums)
-            test_loss, correct = sums.tolist()
-            train_loss /= train_size
-            test_loss /= test_size
-            losses = f"Train loss: {train_loss:.4f} | Test loss: {test_loss:.4f}"
-            accuracy = f"Accuracy: {correct:.0f}/{test_size} ({correct / test_size:.2%})"
-            log(f"Epoch {epoch} | {losses} | {accuracy} | {rate:.0f} samples/s")
+            line = f"Epoch {epoch} | Train loss: {train_loss / train_size:.4f}"
+            if test_size > 0:
+                sums = torch.stack(self._evaluate())
+                dist.all_reduce(sums)
+                test_loss, correct = sums.tolist()
+                line += f" | Test loss: {test_loss / test_size:.4f}"
+                line += f" | Accuracy: {correct:.0f}/{test_size} ({correct / test_size:.2%})"
+            log(f"{line} | {rate:.0f} samples/s")
             self.schedule.step()  # your schedule: move this if it steps after each batch
             self.epoch = epoch + 1
             if self.epoch % self.args.save_every == 0 or self.epoch == total_epochs:
@@ -144,7 +147,9 @@ class Trainer:
         os.replace(f"{path}.tmp", path)
 
     def _load_snapshot(self) -> None:
-        snapshot = open_snapshot(self.args)
+        snapshots = [read_snapshot(self.args) if self.rank == 0 else None]
+        dist.broadcast_object_list(snapshots)  # rank 0 reads it, and all start from the same one
+        snapshot = snapshots[0]
         if snapshot is None:
             log(f"No snapshot at {self.args.snapshot_path}, starting from the beginning")
             return
@@ -200,6 +205,9 @@ def prepare_dataloader(
         batch_size=batch_size,
         sampler=sampler,
         collate_fn=collate,  # for data sets that return whole batches, as ours do, and any other
+        # Each start of the loader draws a number. From torch's own generator, the draw would change
+        # dropout in a resumed run.
+        generator=torch.Generator(),
         pin_memory=args.device not in ("cpu", "mps"),  # so copies overlap the computation
         # num_workers, started in the way that common/loader.py explains.
         **worker_options(args.num_workers),
@@ -209,8 +217,6 @@ def prepare_dataloader(
 def main(rank: int, args: argparse.Namespace) -> None:
     # SIGINT ends this rank at once. It comes from Ctrl-C, or from Linux if the parent was killed.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if not mp.parent_process().is_alive():  # it died before mp.spawn asked Linux for SIGINT
-        sys.exit(1)
     device = ddp_setup(rank, args)
     train_set, test_set, model, optimizer, schedule = load_train_objs(args, device)
     shard = DistributedSampler(train_set, seed=args.seed)  # this rank's share of each epoch
@@ -227,15 +233,11 @@ def main(rank: int, args: argparse.Namespace) -> None:
 # --- stops, snapshots read, messages and options: skip these on a first reading ---------------
 
 
-def spawn(args: argparse.Namespace) -> None:
-    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")  # silent if a rank is killed
-    try:
-        mp.spawn(main, args=(args,), nprocs=args.nproc_per_node)
-    except mp.ProcessExitedException as error:  # it has said why, unless a signal ended it
-        sys.exit(error.exit_code if error.exit_code > 0 else f"error: {error}")
-    finally:  # whatever happens here, no process is left behind
-        for process in mp.active_children():
-            process.kill()
+def stop(signum: int, frame: object) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)  # a second one would break off what ends the ranks
+    os.write(2, b"stopped: --resume goes on from the last snapshot\n")  # print() may be busy
+    sys.exit(128 + signum)  # the shells' number for a signal
 
 
 def read_snapshot(args: argparse.Namespace) -> dict | None:
@@ -246,8 +248,10 @@ def read_snapshot(args: argparse.Namespace) -> dict | None:
         snapshot = torch.load(path, map_location="cpu", weights_only=True)
         before = snapshot["args"]
     except Exception as error:  # torch.load raises nearly everything
-        sys.exit(f"error: {path} is not a snapshot of these scripts ({error!r:.200})")
-    for name in ("dataset", "model", "lr", "momentum", "seed"):
+        reason = repr(error).split("error: ")[-1]  # where it names a type that it refuses
+        sys.exit(f"error: {path} is not a snapshot of these scripts ({reason:.200})")
+    # The snapshot brings back the old ones, so a resumed run must be given the same.
+    for name in ("dataset", "model", "lr", "momentum", "seed"):  # your settings
         now = str(getattr(args, name))
         if before.get(name) != now:
             sys.exit(f"error: {path} was made with --{name} {before.get(name)}, not {now}")
@@ -256,74 +260,55 @@ def read_snapshot(args: argparse.Namespace) -> dict | None:
     return snapshot
 
 
-def open_snapshot(args: argparse.Namespace) -> dict | None:
-    snapshot = [read_snapshot(args) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(snapshot)  # rank 0 reads it, so that all start from the same one
-    return snapshot[0]
-
-
-def stop(signum: int, frame: object) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)  # a second signal would break off the end
-    os.write(2, b"stopped: --resume goes on from the last snapshot\n")  # print() may be busy
-    sys.exit(128 + signum)  # the shells' number for a signal
-
-
 def log(line: str, every_rank: bool = False) -> None:
     if every_rank or not dist.is_initialized() or dist.get_rank() == 0:
-        # One write keeps a rank's line whole. A stop signal inside tqdm's locks would break them.
-        tqdm.write(f"{line}\n", end="", nolock=True)
+        # print() would break the progress bar. One write keeps the lines of two ranks apart.
+        tqdm.write(f"{line}\n", end="")
         sys.stdout.flush()
 
 
-def default_backend(device: str) -> str | None:
+def default_backend(device: str) -> str:
     backend = dist.get_default_backend_for_device(device)  # NCCL, XCCL or gloo
-    backend = backend if dist.is_backend_available(backend) else "gloo"  # Windows has no NCCL
-    return backend if device in dist.Backend.backend_capability[backend] else None  # as for MPS
+    return backend if dist.is_backend_available(backend) else "gloo"  # Windows has no NCCL
 
 
-def at_least(low: float) -> Callable[[str], float]:
-    def number(text: str) -> float:
-        value = type(low)(text)  # int or float
-        if not value >= low:  # true for nan, too
-            raise argparse.ArgumentTypeError(f"{text} is less than {low}")
-        return value
-
-    return number
+def positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return int(text)
 
 
 def parse_args() -> argparse.Namespace:
     found = torch.accelerator.current_accelerator(check_available=True)
-    devices = [found.type, "cpu"] if found and default_backend(found.type) else ["cpu"]
+    # No backend serves MPS, the GPU of a Mac.
+    devices = [found.type, "cpu"] if found and found.type != "mps" else ["cpu"]
     parser = argparse.ArgumentParser(usage="%(prog)s [total_epochs] [save_every] [options]")
     add = parser.add_argument
-    add("total_epochs", nargs="?", type=at_least(1), default=5, help="how many epochs to train")
-    add("save_every", nargs="?", type=at_least(1), default=1, help="epochs between two snapshots")
-    add("--batch-size", "--batch_size", type=at_least(1), default=32, help="samples per device")
-    add("--test-batch-size", type=at_least(1), default=1000, help="the same in evaluation")
-    add("--lr", type=at_least(0.0), default=0.01, help="learning rate of SGD")  # your optimizer
-    add("--momentum", type=at_least(0.0), default=0.9, help="momentum of SGD")  # your optimizer
+    add("total_epochs", nargs="?", type=positive, default=5, help="how many epochs to train")
+    add("save_every", nargs="?", type=positive, default=1, help="epochs between two snapshots")
+    add("--batch-size", "--batch_size", type=positive, default=32, help="samples per device")
+    add("--test-batch-size", type=positive, default=1000, help="the same in evaluation")
+    add("--lr", type=float, default=0.01, help="learning rate of SGD")  # your optimizer
+    add("--momentum", type=float, default=0.9, help="momentum of SGD")  # your optimizer
     add("--dataset", choices=DATASETS, default="digits", help="digits needs no download")
     add("--data-dir", default="data", help="where torchvision keeps or downloads the others")
     add("--model", choices=MODELS, help="default: what suits the data set")
-    add("--seed", type=at_least(0), default=42)
+    add("--seed", type=int, default=42)
     add("--deterministic", action="store_true", help="deterministic kernels on an accelerator")
     add("--device", choices=devices, default=devices[0])
-    add("--nproc-per-node", type=at_least(1), help="default: one per device, 2 on a CPU")
-    add("--backend", type=str.lower, help="nccl, gloo ...; default: what suits the device")
-    add("--timeout", type=at_least(1), default=600, help="seconds that ranks wait for each other")
-    add("--num-workers", type=at_least(0), default=0, help="loader processes: try 4 for files")
-    add("--log-interval", type=at_least(0), default=0, help="steps between loss lines (0: none)")
+    add("--nproc-per-node", type=positive, help="default: one per device, 2 on a CPU")
+    add("--backend", type=str.lower, choices=dist.Backend.backend_list, help="e.g. nccl")
+    add("--timeout", type=positive, default=600, help="seconds that ranks wait for each other")
+    add("--num-workers", type=int, default=0, help="loader processes: try 4 for files")
+    add("--log-interval", type=int, default=0, help="steps between loss lines (0: none)")
     add("--snapshot-path", default="checkpoint.pt")
     add("--resume", action="store_true", help="go on from the snapshot where there is one")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     args.model = args.model or DEFAULT_MODEL[args.dataset]
     args.backend = args.backend or default_backend(args.device)
-    serves = dist.Backend.backend_capability.get(args.backend, [])
-    if args.device not in serves or not dist.is_backend_available(args.backend):
-        parser.error(f"--backend {args.backend} does not work on {args.device} here: leave it out")
-    if dist.is_torchelastic_launched():
-        parser.error("torchrun starts ddp_torchrun.py; this script starts its own processes")
+    counts = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+    if "TORCHELASTIC_RUN_ID" in os.environ or any(int(os.environ.get(n, 1)) > 1 for n in counts):
+        parser.error("this script starts its own processes: torchrun starts ddp_torchrun.py")
     path = Path(os.path.realpath(args.snapshot_path))
     if (path.exists() and not path.is_file()) or not os.access(path.parent, os.W_OK):
         parser.error(f"--snapshot-path {path}: name a file in a folder that you may write to")
@@ -336,12 +321,19 @@ def parse_args() -> argparse.Namespace:
 
 if __name__ == "__main__":
     args = parse_args()
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")  # silent if a rank is killed
     signal.signal(signal.SIGINT, stop)  # in the parent, because only it runs this block
     signal.signal(signal.SIGTERM, stop)
     start = time.perf_counter()
-    epochs = f"total_epochs: {args.total_epochs}, save_every: {args.save_every}"
-    log(f"{epochs}, batch_size: {args.batch_size}")
+    line = f"total_epochs: {args.total_epochs}, save_every: {args.save_every}"
+    log(f"{line}, batch_size: {args.batch_size}")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         args.store = os.path.join(folder, "store")
-        spawn(args)
+        try:
+            mp.spawn(main, args=(args,), nprocs=args.nproc_per_node)
+        except mp.ProcessExitedException as error:  # it has said why, unless a signal ended it
+            sys.exit(error.exit_code if error.exit_code > 0 else f"error: {error}")
+        finally:  # no process is left behind
+            for process in mp.active_children():
+                process.kill()
     log(f"Total time: {time.perf_counter() - start:.3f}s")

@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node=gpu ddp_torchrun.py 50 10       one process per GPU of this node
     torchrun --nproc_per_node=4 --max-restarts=3 ddp_torchrun.py 50 --resume
-    torchrun --nproc_per_node=4 ddp_torchrun.py --batch-size 8 --accumulate 4 --amp bf16 --compile
+    torchrun --nproc_per_node=4 ddp_torchrun.py --batch-size 8 --accumulate 4 --amp --compile
     torchrun --nnodes=2 --node_rank=0 --nproc_per_node=4 --master_addr=10.0.0.1 ddp_torchrun.py
         two nodes: the same on the second one, with --node_rank=1
     torchrun --nnodes=1:4 --nproc_per_node=4 --max-restarts=3 --rdzv_id=7 --rdzv_backend=c10d
@@ -23,11 +23,12 @@ import argparse
 import contextlib
 import datetime
 import itertools
+import math
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -44,25 +45,9 @@ from common.loader import collate, worker_options
 from common.model import DEFAULT_MODEL, MODELS, build_model
 from common.seed import set_seed, use_deterministic_kernels
 
-AMP = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+NODES_MAY_DIFFER = ("data_dir", "snapshot_path", "num_workers", "local_rank")  # of the options
 LAUNCHER = os.getppid()  # torchrun's process id: if a rank's parent changes, torchrun was killed
 stop_requested = False  # by a signal
-
-
-class ShardOfTheRest(DistributedSampler):
-    """DistributedSampler that can begin in mid-epoch, after `samples_seen` samples of all ranks."""
-
-    start = 0
-
-    def set_epoch(self, epoch: int, samples_seen: int = 0) -> None:
-        super().set_epoch(epoch)
-        self.start = samples_seen // self.num_replicas
-
-    def __iter__(self) -> Iterator[int]:
-        return itertools.islice(super().__iter__(), self.start, None)
-
-    def __len__(self) -> int:
-        return self.num_samples - self.start
 
 
 class Trainer:
@@ -87,67 +72,60 @@ class Trainer:
         self.schedule = schedule
         self.device = device
         self.args = args
-        self.autocast = torch.autocast(device.type, AMP[args.amp], enabled=args.amp != "off")
-        self.scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
+        self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.amp)
         self.epoch = 0  # the one in progress
         self.samples_seen = 0  # in this epoch, by all ranks
         self.stopping = False
         if args.resume:
             self._load_snapshot()
-        self.model = DDP(  # copies rank 0's weights to all ranks
-            model,
-            gradient_as_bucket_view=True,  # gradients lie in DDP's buckets: no second copy
-            # In MB. DDP begins with a bucket of 1. Without both, a step takes 7% longer on a CPU.
-            bucket_cap_mb=25 if device.type == "cpu" else None,
-        )
+        # Copies rank 0's weights to all ranks. The gradients lie in DDP's buckets: no second copy.
+        self.model = DDP(model, gradient_as_bucket_view=True)
         if args.compile:
-            model.compile()  # in place: the names of the weights stay as they are
+            model.compile(dynamic=False)  # in place: the names of the weights stay as they are
 
-    def _run_batch(self, source: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def _run_batch(self, batches: list, samples: int) -> torch.Tensor:
         self.optimizer.zero_grad()
         step_loss = torch.zeros((), device=self.device)
-        sources = source.split(self.args.batch_size)  # your inputs: a micro-batch each
-        pairs = zip(sources, targets.split(self.args.batch_size), strict=True)
-        for number, (micro_source, micro_targets) in enumerate(pairs, start=1):
+        data = self.train_data
+        for number, (source, targets) in enumerate(batches, start=1):
+            source = source.to(self.device, non_blocking=data.pin_memory)  # your inputs
+            targets = targets.to(self.device, non_blocking=data.pin_memory)  # your inputs
             # Under no_sync() each rank adds up its gradients. The last backward() sends the sum.
-            last = number == len(sources)
-            with contextlib.nullcontext() if last else self.model.no_sync():
+            with contextlib.nullcontext() if number == len(batches) else self.model.no_sync():
                 with self.autocast:
-                    output = self.model(micro_source)  # your inputs
-                    loss = F.cross_entropy(output, micro_targets)  # your loss: a mean
-                    loss = loss * len(micro_targets) / len(targets)  # its part of the step's mean
-                self.scaler.scale(loss).backward()  # gradients travel here: DDP averages them
+                    output = self.model(source)  # your inputs
+                    loss = F.cross_entropy(output, targets)  # your loss: a mean over the batch
+                loss = loss * len(targets) / samples  # its part of the step's mean
+                loss.backward()  # gradients travel here: DDP averages them over all ranks
             step_loss += loss.detach()
-        self.scaler.step(self.optimizer)  # optimizer.step(), unless it is --amp fp16
-        self.scaler.update()
+        self.optimizer.step()
         return step_loss
 
     def _run_epoch(self, epoch: int) -> torch.Tensor:
-        self.train_data.sampler.set_epoch(epoch, self.samples_seen)
         set_seed(self.args.seed, self.rank, epoch, self.samples_seen)
-        self.train_data.generator.manual_seed(torch.initial_seed())  # other numbers for new workers
+        self.train_data.generator.manual_seed(torch.initial_seed())  # and for loader workers
+        self.train_data.sampler.set_epoch(epoch, self.samples_seen)
         self.steps_between_questions = 1  # of _agree_on_stopping()
         self.asked_at = time.perf_counter()
         name = self.device.type.upper().replace("CUDA", "GPU")
-        steps = f"Batchsize: {self.args.batch_size} | Steps: {len(self.train_data)}"
-        log(f"[{name}{self.rank}] Epoch {epoch} | {steps}", every_rank=True)
+        steps = math.ceil(len(self.train_data) / self.args.accumulate)
+        line = f"Epoch {epoch} | Batchsize: {self.args.batch_size} | Steps: {steps}"
+        log(f"[{name}{self.rank}] {line}", every_rank=True)
         self.model.train()
         loss_sum = torch.zeros((), device=self.device)
-        data = self.train_data
         # disable=None: no progress bar where stderr is not a terminal
-        progress = tqdm(data, leave=False, disable=True if self.rank > 0 else None)
-        for step, (source, targets) in enumerate(progress, start=1):
-            source = source.to(self.device, non_blocking=data.pin_memory)  # your inputs
-            targets = targets.to(self.device, non_blocking=data.pin_memory)  # your inputs
+        progress = tqdm(self.train_data, leave=False, disable=True if self.rank > 0 else None)
+        loader = iter(progress)
+        for step in range(1, steps + 1):
             if (step - 1) % self.steps_between_questions == 0:
                 self._agree_on_stopping(step)
                 if self.stopping:
                     break
-            loss = self._run_batch(source, targets)
-            loss_sum += loss * len(targets)
-            self.samples_seen += len(targets) * self.world_size
-            # Each step has a seed of its own, so that a run can go on from any step.
-            set_seed(self.args.seed, self.rank, epoch, self.samples_seen)
+            batches = list(itertools.islice(loader, self.args.accumulate))
+            samples = sum(len(targets) for _, targets in batches)
+            loss = self._run_batch(batches, samples)
+            loss_sum += loss * samples
+            self.samples_seen += samples * self.world_size
             if self.args.log_interval and step % self.args.log_interval == 0:
                 log(f"Epoch {epoch} | Step {step} | Loss of rank 0: {loss.item():.6f}")
         dist.all_reduce(loss_sum)
@@ -166,8 +144,10 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self) -> tuple[torch.Tensor, torch.Tensor]:
-        for buffer in self.model.buffers():
-            dist.broadcast(buffer, src=0)  # rank 0's, as each rank's last step has changed its own
+        for buffer in self.model.buffers():  # each rank's last step has changed its own
+            values = buffer.contiguous()  # gloo sends a view's memory as if it had no gaps
+            dist.broadcast(values, src=0)
+            buffer.copy_(values)
         self.model.eval()
         loss_sum = torch.zeros((), device=self.device)
         correct = torch.zeros((), device=self.device)
@@ -184,11 +164,6 @@ class Trainer:
 
     def train(self, total_epochs: int) -> None:
         test_size = len(self.test_data.dataset)
-        writer = None
-        if self.args.log_dir and self.rank == 0:
-            from torch.utils.tensorboard import SummaryWriter  # an extra, and slow to import
-
-            writer = SummaryWriter(self.args.log_dir, purge_step=self.epoch)
         for epoch in range(self.epoch, total_epochs):
             start = time.perf_counter()
             train_size = self.train_data.sampler.total_size - self.samples_seen
@@ -199,19 +174,14 @@ class Trainer:
                 log(f"Epoch {epoch} | Stopped at sample {self.samples_seen}, saved")
                 return
             rate = train_size / (time.perf_counter() - start)
-            sums = torch.stack(self._evaluate())
-            dist.all_reduce(sums)
-            test_loss, correct = sums.tolist()
-            train_loss /= train_size
-            test_loss /= test_size
-            losses = f"Train loss: {train_loss:.4f} | Test loss: {test_loss:.4f}"
-            accuracy = f"Accuracy: {correct:.0f}/{test_size} ({correct / test_size:.2%})"
-            log(f"Epoch {epoch} | {losses} | {accuracy} | {rate:.0f} samples/s")
-            if writer:
-                writer.add_scalar("loss/train", train_loss, epoch)
-                writer.add_scalar("loss/test", test_loss, epoch)
-                writer.add_scalar("accuracy", correct / test_size, epoch)
-                writer.flush()
+            line = f"Epoch {epoch} | Train loss: {train_loss / train_size:.4f}"
+            if test_size > 0:
+                sums = torch.stack(self._evaluate())
+                dist.all_reduce(sums)
+                test_loss, correct = sums.tolist()
+                line += f" | Test loss: {test_loss / test_size:.4f}"
+                line += f" | Accuracy: {correct:.0f}/{test_size} ({correct / test_size:.2%})"
+            log(f"{line} | {rate:.0f} samples/s")
             self.schedule.step()  # your schedule: move this if it steps after each batch
             self.epoch = epoch + 1
             self.samples_seen = 0
@@ -225,7 +195,6 @@ class Trainer:
             "model": self.model.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
-            "scaler": self.scaler.state_dict(),
             "epoch": self.epoch,
             "samples_seen": self.samples_seen,
             "args": {name: str(value) for name, value in vars(self.args).items()},
@@ -237,15 +206,17 @@ class Trainer:
         os.replace(f"{path}.tmp", path)
 
     def _load_snapshot(self) -> None:
-        snapshot = open_snapshot(self.args)
+        snapshots = [read_snapshot(self.args) if self.rank == 0 else None]
+        dist.broadcast_object_list(snapshots)  # rank 0 reads it, and all start from the same one
+        snapshot = snapshots[0]
         if snapshot is None:
             log(f"No snapshot at {self.args.snapshot_path}, starting from the beginning")
+            if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+                log("WARNING: this is a restart, and what was trained before it is lost")
             return
         self.model.load_state_dict(snapshot["model"])
         self.optimizer.load_state_dict(snapshot["optimizer"])
         self.schedule.load_state_dict(snapshot["schedule"])
-        if snapshot.get("scaler"):  # the run before had one, too
-            self.scaler.load_state_dict(snapshot["scaler"])
         self.epoch = snapshot["epoch"]
         seen = snapshot.get("samples_seen", 0)  # only this script stops in mid-epoch
         self.samples_seen = seen - seen % self.world_size  # that run may have had other ranks
@@ -255,24 +226,23 @@ class Trainer:
 def ddp_setup(args: argparse.Namespace) -> torch.device:
     if args.deterministic:  # before the process group, which chooses its kernels, too
         use_deterministic_kernels()
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local_rank, here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cpu")
     if args.device != "cpu":
-        device = torch.device(args.device, local_rank)
-        torch.accelerator.set_device_index(local_rank)
-    loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
-    if loopback and world_size == here:  # one node needs no network
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+        device = torch.device(args.device, int(os.environ["LOCAL_RANK"]))
+        torch.accelerator.set_device_index(device.index)
     timeout = datetime.timedelta(seconds=args.timeout)
-    store = dist.HashStore()  # one process without torchrun meets nobody
-    if world_size > 1 or dist.is_torchelastic_launched():
-        store, *_ = next(dist.rendezvous("env://", timeout=timeout))  # at MASTER_ADDR
-    if world_size == here:
+    store, rank, world_size = dist.HashStore(), 0, 1  # one process without torchrun meets nobody
+    if os.environ["WORLD_SIZE"] != "1" or dist.is_torchelastic_launched():
+        # init_process_group() would do the same, but without the prefix that follows.
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:  # one node
         # torchrun keeps one store for all attempts, and a crashed one's keys would mislead the next
         # (pytorch#135712). So each puts its number first. Nodes may have different numbers.
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
+        if loopback:  # one node needs no network
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     dist.init_process_group(
         args.backend,
         store=store,
@@ -283,6 +253,11 @@ def ddp_setup(args: argparse.Namespace) -> torch.device:
     )
     where = f"device {device} | backend {dist.get_backend()} | threads {torch.get_num_threads()}"
     log(f"[rank {rank} of {world_size}] {where}", every_rank=True)
+    options = [vars(args)]
+    dist.broadcast_object_list(options)  # rank 0's: with others a node would hang, or drift apart
+    for name, value in options[0].items():
+        if vars(args)[name] != value and name not in NODES_MAY_DIFFER:
+            sys.exit(f"error: --{name} is {value} on rank 0 and {vars(args)[name]} on rank {rank}")
     return device
 
 
@@ -297,6 +272,22 @@ def load_train_objs(args: argparse.Namespace, device: torch.device) -> tuple:
     return train_set, test_set, model, optimizer, schedule
 
 
+class ShardOfTheRest(DistributedSampler):
+    """DistributedSampler that can begin in mid-epoch, after `samples_seen` samples of all ranks."""
+
+    start = 0
+
+    def set_epoch(self, epoch: int, samples_seen: int = 0) -> None:
+        super().set_epoch(epoch)
+        self.start = samples_seen // self.num_replicas
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.islice(super().__iter__(), self.start, None)
+
+    def __len__(self) -> int:
+        return self.num_samples - self.start
+
+
 def prepare_dataloader(
     dataset: Dataset, batch_size: int, sampler: Iterable, args: argparse.Namespace
 ) -> DataLoader:
@@ -305,8 +296,8 @@ def prepare_dataloader(
         batch_size=batch_size,
         sampler=sampler,
         collate_fn=collate,  # for data sets that return whole batches, as ours do, and any other
-        # Each start of the loader draws its workers' seeds here, and _run_epoch() seeds it. From
-        # torch's own generator, the draw would change dropout in a run resumed in mid-epoch.
+        # Each start of the loader draws a number. From torch's own generator, the draw would change
+        # dropout in a resumed run.
         generator=torch.Generator(),
         pin_memory=args.device not in ("cpu", "mps"),  # so copies overlap the computation
         # num_workers, started in the way that common/loader.py explains.
@@ -318,13 +309,12 @@ def prepare_dataloader(
 def main(args: argparse.Namespace) -> int:
     start = time.perf_counter()
     device = ddp_setup(args)
-    epochs = f"total_epochs: {args.total_epochs}, save_every: {args.save_every}"
-    log(f"{epochs}, batch_size: {args.batch_size}")
+    line = f"total_epochs: {args.total_epochs}, save_every: {args.save_every}"
+    log(f"{line}, batch_size: {args.batch_size}")
     rank = dist.get_rank()
     train_set, test_set, model, optimizer, schedule = load_train_objs(args, device)
     shard = ShardOfTheRest(train_set, seed=args.seed)  # this rank's share of each epoch
-    batch_size = args.batch_size * args.accumulate
-    train_data = prepare_dataloader(train_set, batch_size, shard, args)
+    train_data = prepare_dataloader(train_set, args.batch_size, shard, args)
     test_shard = range(rank, len(test_set), dist.get_world_size())  # not padded: each counts once
     test_data = prepare_dataloader(test_set, args.test_batch_size, test_shard, args)
     signal.signal(signal.SIGINT, on_stop_signal)  # from here on no rank leaves alone
@@ -355,80 +345,67 @@ def read_snapshot(args: argparse.Namespace) -> dict | None:
         snapshot = torch.load(path, map_location="cpu", weights_only=True)
         before = snapshot["args"]
     except Exception as error:  # torch.load raises nearly everything
-        sys.exit(f"error: {path} is not a snapshot of these scripts ({error!r:.200})")
-    for name in ("dataset", "model", "lr", "momentum", "seed"):
+        reason = repr(error).split("error: ")[-1]  # where it names a type that it refuses
+        sys.exit(f"error: {path} is not a snapshot of these scripts ({reason:.200})")
+    # The snapshot brings back the old ones, so a resumed run must be given the same.
+    for name in ("dataset", "model", "lr", "momentum", "seed"):  # your settings
         now = str(getattr(args, name))
         if before.get(name) != now:
             sys.exit(f"error: {path} was made with --{name} {before.get(name)}, not {now}")
     return snapshot
 
 
-def open_snapshot(args: argparse.Namespace) -> dict | None:
-    snapshot = [read_snapshot(args) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(snapshot)  # rank 0 reads it, so that all start from the same one
-    return snapshot[0]
-
-
 def log(line: str, every_rank: bool = False) -> None:
     if every_rank or dist.get_rank() == 0:
-        # One write keeps a rank's line whole. A stop signal inside tqdm's locks would break them.
-        tqdm.write(f"{line}\n", end="", nolock=True)
-        sys.stdout.flush()
+        # print() would break the progress bar. One write keeps the lines of two ranks apart.
+        with contextlib.suppress(BrokenPipeError):  # Ctrl-C ends `| tee`, and the job has to save
+            tqdm.write(f"{line}\n", end="")
+            sys.stdout.flush()
 
 
-def default_backend(device: str) -> str | None:
+def default_backend(device: str) -> str:
     backend = dist.get_default_backend_for_device(device)  # NCCL, XCCL or gloo
-    backend = backend if dist.is_backend_available(backend) else "gloo"  # Windows has no NCCL
-    return backend if device in dist.Backend.backend_capability[backend] else None  # as for MPS
+    return backend if dist.is_backend_available(backend) else "gloo"  # Windows has no NCCL
 
 
-def at_least(low: float) -> Callable[[str], float]:
-    def number(text: str) -> float:
-        value = type(low)(text)  # int or float
-        if not value >= low:  # true for nan, too
-            raise argparse.ArgumentTypeError(f"{text} is less than {low}")
-        return value
-
-    return number
+def positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return int(text)
 
 
 def parse_args() -> argparse.Namespace:
     found = torch.accelerator.current_accelerator(check_available=True)
-    devices = [found.type, "cpu"] if found and default_backend(found.type) else ["cpu"]
+    # No backend serves MPS, the GPU of a Mac.
+    devices = [found.type, "cpu"] if found and found.type != "mps" else ["cpu"]
     parser = argparse.ArgumentParser(usage="%(prog)s [total_epochs] [save_every] [options]")
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        parser.error = lambda message: sys.exit(2)  # the first attempt has printed it
     add = parser.add_argument
-    add("total_epochs", nargs="?", type=at_least(1), default=5, help="how many epochs to train")
-    add("save_every", nargs="?", type=at_least(1), default=1, help="epochs between two snapshots")
-    add("--batch-size", "--batch_size", type=at_least(1), default=32, help="samples per device")
-    add("--test-batch-size", type=at_least(1), default=1000, help="the same in evaluation")
-    add("--lr", type=at_least(0.0), default=0.01, help="learning rate of SGD")  # your optimizer
-    add("--momentum", type=at_least(0.0), default=0.9, help="momentum of SGD")  # your optimizer
+    add("total_epochs", nargs="?", type=positive, default=5, help="how many epochs to train")
+    add("save_every", nargs="?", type=positive, default=1, help="epochs between two snapshots")
+    add("--batch-size", "--batch_size", type=positive, default=32, help="samples per device")
+    add("--test-batch-size", type=positive, default=1000, help="the same in evaluation")
+    add("--lr", type=float, default=0.01, help="learning rate of SGD")  # your optimizer
+    add("--momentum", type=float, default=0.9, help="momentum of SGD")  # your optimizer
     add("--dataset", choices=DATASETS, default="digits", help="digits needs no download")
     add("--data-dir", default="data", help="where torchvision keeps or downloads the others")
     add("--model", choices=MODELS, help="default: what suits the data set")
-    add("--seed", type=at_least(0), default=42)
+    add("--seed", type=int, default=42)
     add("--deterministic", action="store_true", help="deterministic kernels on an accelerator")
     add("--device", choices=devices, default=devices[0])
-    add("--accumulate", type=at_least(1), default=1, help="micro-batches per step")
-    add("--amp", choices=AMP, default="off", help="automatic mixed precision")
+    add("--accumulate", type=positive, default=1, help="micro-batches per step")
+    add("--amp", action="store_true", help="automatic mixed precision, in bfloat16")
     add("--compile", action="store_true", help="torch.compile: slow to start; measure if it pays")
     add("--sync-bn", action="store_true", help="BatchNorm over all ranks; not on a CPU")
-    add("--log-dir", help="folder for TensorBoard's event files")
     add("--local-rank", "--local_rank", help=argparse.SUPPRESS)  # torch.distributed.launch gives it
-    add("--backend", type=str.lower, help="nccl, gloo ...; default: what suits the device")
-    add("--timeout", type=at_least(1), default=600, help="seconds that ranks wait for each other")
-    add("--num-workers", type=at_least(0), default=0, help="loader processes: try 4 for files")
-    add("--log-interval", type=at_least(0), default=0, help="steps between loss lines (0: none)")
+    add("--backend", type=str.lower, choices=dist.Backend.backend_list, help="e.g. nccl")
+    add("--timeout", type=positive, default=600, help="seconds that ranks wait for each other")
+    add("--num-workers", type=int, default=0, help="loader processes: try 4 for files")
+    add("--log-interval", type=int, default=0, help="steps between loss lines (0: none)")
     add("--snapshot-path", default="checkpoint.pt")
     add("--resume", action="store_true", help="go on from the snapshot where there is one")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     args.model = args.model or DEFAULT_MODEL[args.dataset]
     args.backend = args.backend or default_backend(args.device)
-    serves = dist.Backend.backend_capability.get(args.backend, [])
-    if args.device not in serves or not dist.is_backend_available(args.backend):
-        parser.error(f"--backend {args.backend} does not work on {args.device} here: leave it out")
     path = Path(os.path.realpath(args.snapshot_path))
     if (path.exists() and not path.is_file()) or not os.access(path.parent, os.W_OK):
         parser.error(f"--snapshot-path {path}: name a file in a folder that you may write to")
@@ -436,6 +413,9 @@ def parse_args() -> argparse.Namespace:
         parser.error("RANK is set, but not LOCAL_WORLD_SIZE: use torchrun, or unset RANK")
     if "RANK" not in os.environ:  # started without torchrun: one process, for a debugger say
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+        counts = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+        if any(int(os.environ.get(name, 1)) > 1 for name in counts):
+            parser.error("each of several processes would train alone: let srun start torchrun")
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0 and not args.resume:
         parser.error("torchrun's --max-restarts goes with --resume, or a restart would begin anew")
     processes, count = int(os.environ["LOCAL_WORLD_SIZE"]), torch.accelerator.device_count()
