@@ -45,8 +45,7 @@ from common.loader import collate, worker_options
 from common.model import DEFAULT_MODEL, MODELS, build_model
 from common.seed import set_seed, use_deterministic_kernels
 
-NODES_MAY_DIFFER = ("data_dir", "snapshot_path", "num_workers", "local_rank")  # of the options
-LAUNCHER = os.getppid()  # torchrun's process id: if a rank's parent changes, torchrun was killed
+LAUNCHER = os.getppid()  # torchrun. If it is killed, the system gives its ranks another parent.
 stop_requested = False  # by a signal
 
 
@@ -65,7 +64,7 @@ class Trainer:
         self.world_size = dist.get_world_size()
         if args.sync_bn:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        self.model = model
+        self.model = model  # not DDP's yet, because a snapshot has the model's own names
         self.train_data = train_data
         self.test_data = test_data
         self.optimizer = optimizer
@@ -167,19 +166,20 @@ class Trainer:
         for epoch in range(self.epoch, total_epochs):
             start = time.perf_counter()
             train_size = self.train_data.sampler.total_size - self.samples_seen
-            train_loss = self._run_epoch(epoch).item()  # waits for the device
+            train_loss = self._run_epoch(epoch).item() / train_size  # waits for the device
             if self.stopping:
                 if self.rank == 0:
                     self._save_snapshot()
                 log(f"Epoch {epoch} | Stopped at sample {self.samples_seen}, saved")
                 return
             rate = train_size / (time.perf_counter() - start)
-            line = f"Epoch {epoch} | Train loss: {train_loss / train_size:.4f}"
-            if test_size > 0:
+            line = f"Epoch {epoch} | Train loss: {train_loss:.4f}"
+            if test_size > 0:  # without a test set, write test_set = [] in load_train_objs()
                 sums = torch.stack(self._evaluate())
                 dist.all_reduce(sums)
                 test_loss, correct = sums.tolist()
-                line += f" | Test loss: {test_loss / test_size:.4f}"
+                test_loss /= test_size
+                line += f" | Test loss: {test_loss:.4f}"
                 line += f" | Accuracy: {correct:.0f}/{test_size} ({correct / test_size:.2%})"
             log(f"{line} | {rate:.0f} samples/s")
             self.schedule.step()  # your schedule: move this if it steps after each batch
@@ -253,10 +253,11 @@ def ddp_setup(args: argparse.Namespace) -> torch.device:
     )
     where = f"device {device} | backend {dist.get_backend()} | threads {torch.get_num_threads()}"
     log(f"[rank {rank} of {world_size}] {where}", every_rank=True)
+    own = {"data_dir", "snapshot_path", "num_workers", "local_rank"}
     options = [vars(args)]
-    dist.broadcast_object_list(options)  # rank 0's: with others a node would hang, or drift apart
+    dist.broadcast_object_list(options)  # rank 0's. A node with others would hang, or spoil the run
     for name, value in options[0].items():
-        if vars(args)[name] != value and name not in NODES_MAY_DIFFER:
+        if vars(args)[name] != value and name not in own:
             sys.exit(f"error: --{name} is {value} on rank 0 and {vars(args)[name]} on rank {rank}")
     return device
 
@@ -414,8 +415,8 @@ def parse_args() -> argparse.Namespace:
     if "RANK" not in os.environ:  # started without torchrun: one process, for a debugger say
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
         counts = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-        if any(int(os.environ.get(name, 1)) > 1 for name in counts):
-            parser.error("each of several processes would train alone: let srun start torchrun")
+        if any(os.environ.get(name, "1") != "1" for name in counts):  # srun or mpirun
+            parser.error("several processes without RANK would train alone: start them by torchrun")
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0 and not args.resume:
         parser.error("torchrun's --max-restarts goes with --resume, or a restart would begin anew")
     processes, count = int(os.environ["LOCAL_WORLD_SIZE"]), torch.accelerator.device_count()

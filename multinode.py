@@ -39,9 +39,6 @@ from common.loader import collate, worker_options
 from common.model import DEFAULT_MODEL, MODELS, build_model
 from common.seed import set_seed, use_deterministic_kernels
 
-NODES_MAY_DIFFER = ("rank", "nproc_per_node", "first_device", "init_method", "address")
-NODES_MAY_DIFFER += ("data_dir", "snapshot_path", "num_workers")
-
 
 class Trainer:
     def __init__(
@@ -55,7 +52,7 @@ class Trainer:
         args: argparse.Namespace,
     ) -> None:
         self.rank = dist.get_rank()
-        self.model = model
+        self.model = model  # not DDP's yet, because a snapshot has the model's own names
         self.train_data = train_data
         self.test_data = test_data
         self.optimizer = optimizer
@@ -121,14 +118,15 @@ class Trainer:
         test_size = len(self.test_data.dataset)
         for epoch in range(self.epoch, total_epochs):
             start = time.perf_counter()
-            train_loss = self._run_epoch(epoch).item()  # waits for the device
+            train_loss = self._run_epoch(epoch).item() / train_size  # waits for the device
             rate = train_size / (time.perf_counter() - start)
-            line = f"Epoch {epoch} | Train loss: {train_loss / train_size:.4f}"
-            if test_size > 0:
+            line = f"Epoch {epoch} | Train loss: {train_loss:.4f}"
+            if test_size > 0:  # without a test set, write test_set = [] in load_train_objs()
                 sums = torch.stack(self._evaluate())
                 dist.all_reduce(sums)
                 test_loss, correct = sums.tolist()
-                line += f" | Test loss: {test_loss / test_size:.4f}"
+                test_loss /= test_size
+                line += f" | Test loss: {test_loss:.4f}"
                 line += f" | Accuracy: {correct:.0f}/{test_size} ({correct / test_size:.2%})"
             log(f"{line} | {rate:.0f} samples/s")
             self.schedule.step()  # your schedule: move this if it steps after each batch
@@ -189,10 +187,12 @@ def ddp_setup(local_rank: int, args: argparse.Namespace) -> torch.device:
     rank = dist.get_rank()
     where = f"device {device} | backend {dist.get_backend()} | threads {torch.get_num_threads()}"
     log(f"[rank {rank} of {args.world_size}] {where}", every_rank=True)
+    own = {"rank", "nproc_per_node", "first_device", "init_method", "address"}
+    own |= {"data_dir", "snapshot_path", "num_workers"}
     options = [vars(args)]
-    dist.broadcast_object_list(options)  # rank 0's: with others a node would hang, or drift apart
+    dist.broadcast_object_list(options)  # rank 0's. A node with others would hang, or spoil the run
     for name, value in options[0].items():
-        if vars(args)[name] != value and name not in NODES_MAY_DIFFER:
+        if vars(args)[name] != value and name not in own:
             sys.exit(f"error: --{name} is {value} on rank 0 and {vars(args)[name]} on rank {rank}")
     return device
 

@@ -101,12 +101,13 @@ class Trainer:
         test_size = len(self.test_data.dataset)
         for epoch in range(self.epoch, total_epochs):
             start = time.perf_counter()
-            train_loss = self._run_epoch(epoch).item()  # waits for the device
+            train_loss = self._run_epoch(epoch).item() / train_size  # waits for the device
             rate = train_size / (time.perf_counter() - start)
-            line = f"Epoch {epoch} | Train loss: {train_loss / train_size:.4f}"
-            if test_size > 0:
+            line = f"Epoch {epoch} | Train loss: {train_loss:.4f}"
+            if test_size > 0:  # without a test set, write test_set = [] in load_train_objs()
                 test_loss, correct = torch.stack(self._evaluate()).tolist()
-                line += f" | Test loss: {test_loss / test_size:.4f}"
+                test_loss /= test_size
+                line += f" | Test loss: {test_loss:.4f}"
                 line += f" | Accuracy: {correct:.0f}/{test_size} ({correct / test_size:.2%})"
             log(f"{line} | {rate:.0f} samples/s")
             self.schedule.step()  # your schedule: move this if it steps after each batch
@@ -239,7 +240,7 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_intermixed_args()
     args.model = args.model or DEFAULT_MODEL[args.dataset]
     counts = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-    if "TORCHELASTIC_RUN_ID" in os.environ or any(int(os.environ.get(n, 1)) > 1 for n in counts):
+    if "TORCHELASTIC_RUN_ID" in os.environ or any(os.environ.get(n, "1") != "1" for n in counts):
         parser.error("this script is one process: torchrun starts ddp_torchrun.py")
     path = Path(os.path.realpath(args.snapshot_path))
     if (path.exists() and not path.is_file()) or not os.access(path.parent, os.W_OK):
