@@ -14,6 +14,7 @@ import functools
 import importlib
 import inspect
 import itertools
+import math
 import os
 import runpy
 import signal
@@ -21,7 +22,7 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -30,7 +31,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 class Rank(NamedTuple):
@@ -53,9 +54,11 @@ def check(trainer: Any, total_epochs: int) -> int:
     """In place of `Trainer.train`: time the parts of a step. Rank 0 prints what follows from them.
 
     All ranks must call this. It takes some ten seconds, or about twenty steps where these are slow.
-    It uses the trainer's `model` (DDP), `optimizer`, `train_data` (which yields (source, targets)),
-    `args` and `_run_batch(source, targets)`, which splits its batch by `args.batch_size`. The
-    gradients change, and BatchNorm's statistics; the weights do not.
+    It uses the trainer's `model` (DDP), `optimizer`, `train_data` and `_run_batch`. Where the first
+    argument of this is named `batches`, it is a list of `args.accumulate` batches on the CPU, and
+    the second one counts their samples. Otherwise the arguments are the parts of a batch, on the
+    device. The last tensor in a batch has a row for each sample. The gradients change, and
+    BatchNorm's statistics; the weights do not.
 
     Raises:
         SystemExit: there is no DDP, or a sum that an all-reduce has made is wrong.
@@ -75,11 +78,26 @@ def check(trainer: Any, total_epochs: int) -> int:
     ranks = [None] * world_size
     dist.all_gather_object(ranks, measure(trainer, gradient.zero_()))
     if rank == 0:
-        steps, accumulate = len(trainer.train_data), getattr(trainer.args, "accumulate", 0)
+        steps = math.ceil(len(trainer.train_data) / (per_step(trainer) or 1))
+        accumulate = getattr(trainer.args, "accumulate", 0)
         print("\n".join(report(ranks, gradient.nbytes, steps, accumulate)), flush=True)
     if wrong:
         sys.exit(f"error: {wrong.item()} of {world_size * size // 4} sums of all ranks are wrong")
     return 0
+
+
+def per_step(trainer: Any) -> int:
+    """How many batches of the loader `_run_batch` takes in a list; 0 where it takes one's parts."""
+    listed = "batches" in inspect.signature(trainer._run_batch).parameters
+    return getattr(trainer.args, "accumulate", 1) if listed else 0
+
+
+def rows(batch: Any) -> int:
+    return len([part for part in tree_leaves(batch) if torch.is_tensor(part)][-1])
+
+
+def first_rows(batch: Any, number: int) -> Any:
+    return tree_map_only(torch.Tensor, lambda part: part[:number], batch)
 
 
 def measure(trainer: Any, gradient: torch.Tensor) -> Rank:
@@ -87,40 +105,50 @@ def measure(trainer: Any, gradient: torch.Tensor) -> Rank:
 
     `gradient` has as many bytes as DDP sends. They are zeros, as their sum must stay finite.
     """
-    device = gradient.device
+    device, listed = gradient.device, per_step(trainer)
     pinned = getattr(trainer.train_data, "pin_memory", False)
     move = functools.partial(torch.Tensor.to, device=device, non_blocking=pinned)
-    batches = itertools.chain.from_iterable(itertools.repeat(trainer.train_data))
     waits = []
 
-    def fetch() -> tuple:
-        start = time.perf_counter()
-        batch = next(batches)
-        waits.append(time.perf_counter() - start)
-        return tree_map_only(torch.Tensor, move, batch)
+    def all_steps() -> Iterator[list]:
+        while True:
+            loader = iter(trainer.train_data)
+            while batches := list(itertools.islice(loader, listed or 1)):
+                yield batches
 
+    def fetch() -> list:
+        start = time.perf_counter()
+        batches = next(steps)
+        waits.append(time.perf_counter() - start)
+        return batches
+
+    def run(batches: list) -> None:
+        if listed:
+            trainer._run_batch(batches, sum(map(rows, batches)))
+        else:
+            batch = tree_map_only(torch.Tensor, move, batches[0])
+            trainer._run_batch(*batch if isinstance(batch, tuple | list) else (batch,))
+
+    steps = all_steps()
     for group in trainer.optimizer.param_groups:
         group["lr"] = 0.0
     trainer.model.train()
-    source, targets = fetch()
-    samples = len(targets)
-
-    def step() -> None:
-        trainer._run_batch(*fetch())
-
-    timed(step, device)  # the first ones are slow
-    slowest = torch.tensor(timed(step, device), device=device)
+    first = fetch()
+    sizes = [rows(batch) for batch in first]
+    one = tree_map_only(torch.Tensor, move, first[0])  # all may be too many for the device
+    here = [first_rows(one, number) for number in sizes]
+    timed(lambda: run(fetch()), device)  # the first ones are slow
+    slowest = torch.tensor(timed(lambda: run(fetch()), device), device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     repeats = max(1, min(50, int(0.5 / slowest.item())))  # on all ranks the same
     waits.clear()
-    whole = timed(step, device, repeats)
+    whole = timed(lambda: run(fetch()), device, repeats)
     wait = statistics.mean(waits)
-    ready = timed(lambda: trainer._run_batch(source, targets), device, repeats)
+    ready = timed(lambda: run(here), device, repeats)
 
-    def compute(first: int = samples) -> None:
-        part = tree_map_only(torch.Tensor, lambda tensor: tensor[:first], (source, targets))
+    def compute(batches: list = here) -> None:
         with trainer.model.no_sync():
-            trainer._run_batch(*part)
+            run(batches)
 
     together = timed(compute, device, repeats)
     alone = together
@@ -128,15 +156,12 @@ def measure(trainer: Any, gradient: torch.Tensor) -> Rank:
         idle = dist.get_rank() > 0
         # DDP sends buffers only in the pass after one with all-reduce: not here, where none waits.
         alone = timed((lambda: None) if idle else compute, device, repeats)
-    # Half the samples in as many micro-batches, so these are halved; BatchNorm needs two in each.
-    whole_batch = trainer.args.batch_size
-    half = trainer.args.batch_size = max(2, whole_batch // 2)
-    fewer = min(samples, max(2, samples * half // whole_batch))
+    halves = [min(number, max(2, number // 2)) for number in sizes]  # BatchNorm needs two in each
+    fewer = [first_rows(one, number) for number in halves]
     saved = together - timed(lambda: compute(fewer), device, repeats)  # on all ranks, as it waits
-    trainer.args.batch_size = whole_batch
-    fixed = together
-    if fewer < samples:
-        fixed -= min(together, max(0.0, saved) * samples / (samples - fewer))
+    samples, fixed = sum(sizes), together
+    if sum(halves) < samples:
+        fixed -= min(together, max(0.0, saved) * samples / (samples - sum(halves)))
     number = torch.zeros((), device=device)
     return Rank(
         host=socket.gethostname(),

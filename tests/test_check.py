@@ -88,30 +88,65 @@ def clock(monkeypatch):
     return clock
 
 
-def test_what_is_timed(make, monkeypatch, clock):
+@pytest.mark.parametrize(
+    ("script", "options", "batches"),
+    [("ddp_torchrun.py", (4, "--accumulate", 2), (4, 4)), ("multinode.py", (8,), (8,))],
+)
+def test_what_is_timed(make, monkeypatch, clock, script, options, batches):
     """Each part takes a time of its own; barriers take longest, and must not count."""
-    _, trainer = make("ddp_torchrun.py", "--model", "mlp", "--batch-size", 4, "--accumulate", 2)
+    _, trainer = make(script, "--model", "mlp", "--batch-size", *options)
     counts, step = [], trainer._run_batch
 
-    def run_batch(source, targets):
-        counts.append((len(targets), trainer.args.batch_size))
-        clock(0.010 + 0.001 * len(targets))
+    def spend(*sizes):
+        counts.append(sizes)
+        clock(0.010 + 0.001 * sum(sizes))
         clock(0.004 if trainer.model.require_backward_grad_sync else 0)
         clock(5 if len(counts) == 40 else 0)  # in one of three times, of which the median counts
-        if len(counts) < 4:  # the real one, which must not change the weights
-            step(source, targets)
+        return len(counts) < 4  # the real one follows, which must not change the weights
+
+    def run_list(batches, samples):
+        assert samples == sum(len(targets) for _, targets in batches)
+        _ = spend(*(len(targets) for _, targets in batches)) and step(batches, samples)
+
+    def run_parts(source, targets):
+        _ = spend(len(targets)) and step(source, targets)
 
     monkeypatch.setattr(dist, "barrier", lambda: clock(100))
     monkeypatch.setattr(dist, "all_reduce", lambda x, **_: clock(0.0005 + 1e-9 * x.nbytes))
-    trainer._run_batch = run_batch
+    trainer._run_batch = run_list if len(batches) > 1 else run_parts
     before = [parameter.clone() for parameter in trainer.model.parameters()]
     rank = measure(trainer, torch.zeros(1_000_000))
     assert all(map(torch.equal, before, trainer.model.parameters()))
-    expected = rank._replace(step=0.024, data=0.002, compute=0.018, fixed=0.010, alone=0.018)
+    data = 0.002 * len(batches)
+    expected = rank._replace(step=0.022 + data, data=data, compute=0.018, fixed=0.010, alone=0.018)
     expected = expected._replace(reduce=0.0045, latency=0.0005, samples=8, threads=1)
     assert rank[1:] == pytest.approx(expected[1:], rel=1e-4)  # all but the host
-    assert set(counts) == {(8, 4), (4, 2)}  # of half the samples as many micro-batches
-    assert len(counts) == 6 + 5 * 3 * 20 and trainer.args.batch_size == 4
+    assert set(counts) == {batches, tuple(size // 2 for size in batches)}
+    assert len(counts) == 6 + 5 * 3 * int(0.5 / (0.022 + data))
+
+
+def test_a_step_takes_no_batch_of_the_next_epoch(make, monkeypatch, capsys):
+    """Of 40 samples, the second step of an epoch has what is left."""
+    _, trainer = make("ddp_torchrun.py", "--model", "mlp", "--batch-size", 7, "--accumulate", 4)
+    counts = []
+
+    def run_batch(batches, samples):
+        counts.append([len(targets) for _, targets in batches])
+
+    trainer._run_batch = run_batch
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    check(trainer, 5)
+    assert counts[:4] == 2 * [[7, 5], [7, 7, 7, 7]]  # after one that was looked at
+    assert "\nEpoch | 2 steps |" in capsys.readouterr().out
+
+
+def test_batches_that_are_no_pairs(make):
+    _, trainer = make("multinode.py", "--model", "mlp")
+    trainer.train_data = [{"pixels": torch.ones(6, 3), "names": "abcdef", "labels": torch.ones(6)}]
+    seen = set()
+    trainer._run_batch = lambda batch: seen.add((batch["names"], *map(len, batch.values())))
+    assert measure(trainer, torch.zeros(10)).samples == 6
+    assert seen == {("abcdef", 6, 6, 6), ("abcdef", 3, 6, 3)}
 
 
 def test_data_that_are_fetched_while_the_device_computes_cost_nothing(make, clock):
