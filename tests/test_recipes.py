@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from helpers.files import load, patched, same_bytes
-from helpers.jobs import ROOT, SCRIPTS, command, epochs
+from helpers.jobs import ROOT, command, epochs, every_script
 from helpers.ranks import train
 from PIL import Image
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.utils.data import DataLoader
 from torchvision.models import ResNet18_Weights, resnet18
 
@@ -86,13 +87,17 @@ def test_pretrained_weights(apply, photos, monkeypatch, tmp_path):
     assert model.fc.out_features == 3
 
 
-def test_text_of_unequal_length(apply, tmp_path):
-    """One class has more of the letter a; padding changes no output."""
+def test_text_of_unequal_length(apply, monkeypatch, tmp_path):
+    """One class has more of the letter a; padding changes no output, and is compiled once."""
     lines = [f"{n % 2}\t{'ab'[n % 2] * (3 + n % 7)}{'c' * (n % 5)}\n" for n in range(40)]
     (tmp_path / "train.txt").write_text("".join(lines))
     (tmp_path / "val.txt").write_text("".join(lines[:9]))
-    module, trainer = apply("text", 3, "--data-dir", ".", "--batch-size", 8, "--lr", 1)
+    graphs = CompileCounter()
+    compiled = functools.partialmethod(nn.Module.compile, backend=graphs)
+    monkeypatch.setattr(nn.Module, "compile", compiled)
+    module, trainer = apply("text", 3, "--data-dir", ".", "--batch-size", 8, "--lr", 1, "--compile")
     trainer.train(3)
+    assert graphs.frame_count == 2  # training and evaluation
     assert trainer._evaluate()[1] == 9
     texts, _ = module.pad(trainer.test_data.dataset)
     assert (texts == 0).any()
@@ -157,13 +162,38 @@ def test_a_debugger_in_one_rank(apply, tmp_path):
     assert "(Pdb) 3333\n" in done.stdout and "Total time: " in done.stdout, done.stdout
 
 
-def test_clipping(apply):
-    _, trainer = apply("clip", 1, *SMALL, "--momentum", 0, "--amp", "fp16")
+@pytest.mark.parametrize("names", ["clip", "fp16 clip"])
+def test_clipping(apply, names):
+    """With fp16, after the line that the page names for it."""
+    (unscale,) = re.findall(r"`(self\.scaler\.unscale_.*)`", PAGE)
+    lines = f"+        {unscale}\n+        nn.utils" if "fp16" in names else "+        nn.utils"
+    edit = functools.partial(re.sub, r"\+        nn\.utils", lines)
+    options = (*SMALL, "--momentum", 0, *["--amp"] * ("fp16" in names))
+    _, trainer = apply(names, 1, *options, edit=edit)
     trainer.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     start = nn.utils.parameters_to_vector(trainer.model.parameters()).detach()
-    trainer._run_batch(3 * torch.randn(8, 1, 28, 28), torch.zeros(8).long())
+    trainer._run_batch([(3 * torch.randn(8, 1, 28, 28), torch.zeros(8).long())], 8)
     moved = nn.utils.parameters_to_vector(trainer.model.parameters()).detach() - start
     assert moved.norm() == pytest.approx(0.1, rel=1e-2)  # the rate times max_norm
+
+
+def test_fp16_and_its_scale_are_resumed(apply, capsys, tmp_path):
+    """The scale is doubled after two good steps, and halved by a step whose gradients overflow."""
+    edit = functools.partial(re.sub, "device.type, enabled", "device.type, 64, 2, 0.5, 2, enabled")
+    for total, *options in ((3, "--snapshot-path", "whole.pt"), (1,), (3, "--resume")):
+        _, trainer = apply("fp16", total, *SMALL, "--amp", *options, edit=edit)
+        trainer.train(total)
+    whole, resumed = load(tmp_path / "whole.pt"), load(tmp_path / "checkpoint.pt")
+    assert same_bytes(resumed, whole) and resumed["scaler"] == whole["scaler"]
+    scale = trainer.scaler.get_scale()
+    assert scale == 64 * 2**7  # 15 good steps
+    trainer._run_batch([(torch.full((8, 1, 28, 28), 1e6), torch.zeros(8).long())], 8)
+    assert trainer.scaler.get_scale() == scale / 2
+    assert same_bytes({**whole, "model": trainer.model.module.state_dict()}, whole)
+    apply(None, 3, *SMALL, "--snapshot-path", "plain.pt")[1].train(3)
+    losses = [epoch["train_loss"] for epoch in epochs(capsys.readouterr().out)]
+    assert losses[:3] == losses[3:6] == pytest.approx(losses[6:], rel=0.01)
+    assert apply("fp16", 3, *SMALL, "--amp", "--snapshot-path", "plain.pt", "--resume")
 
 
 def test_both_optimizers_are_resumed(apply, tmp_path):
@@ -193,7 +223,7 @@ def test_gradients_in_bf16(apply):
     trainers = [apply(name, 1, *SMALL)[1] for name in (None, "bf16")]
     source, targets = torch.randn(8, 1, 28, 28), torch.arange(8)
     for trainer in trainers:
-        trainer._run_batch(source, targets)
+        trainer._run_batch([(source, targets)], 8)
     plain, rounded = (list(trainer.model.parameters())[-1].grad for trainer in trainers)
     assert torch.equal(rounded, plain.bfloat16().float()) and not torch.equal(rounded, plain)
 
@@ -212,18 +242,29 @@ def test_rank_0_alone_has_a_tracker(apply, monkeypatch, rank):
     assert wandb.mock_calls == ([] if rank else [begin, call.init().finish(), *logged])
 
 
-@pytest.mark.parametrize("script", [name for name in SCRIPTS if name != "ddp_torchrun.py"])
-def test_tensorboard_in_the_other_scripts(apply, capsys, script):
+@every_script
+def test_tensorboard_shows_each_epoch_once(apply, capsys, monkeypatch, script):
+    """Also one that was trained after the snapshot, and is trained again; from rank 0 alone."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    condition = "True" if script in ("single_gpu.py", "data_parallel.py") else "self.rank == 0"
-    edit = functools.partial(re.sub, "self.rank == 0", condition)
-    apply("tensorboard", 2, *SMALL, script=script, edit=edit)[1].train(2)
+    snapshot = Path("checkpoint.pt")
+    apply("tensorboard", 1, *SMALL, script=script)[1].train(1)
+    first = snapshot.read_bytes()
+    for total in (2, 3):
+        snapshot.write_bytes(first)
+        apply("tensorboard", total, *SMALL, "--resume", script=script)[1].train(total)
     events = EventAccumulator("runs").Reload()
     for name in ("loss/train", "loss/test", "accuracy"):
-        assert [event.step for event in events.Scalars(name)] == [0, 1]
-    losses = re.findall(r"Test loss: (\S+)", capsys.readouterr().out)
-    assert [f"{event.value:.4f}" for event in events.Scalars("loss/test")] == losses
+        assert [event.step for event in events.Scalars(name)] == [0, 1, 2]
+    printed = {epoch["epoch"]: epoch["test_loss"] for epoch in epochs(capsys.readouterr().out)}
+    shown = {event.step: round(event.value, 4) for event in events.Scalars("loss/test")}
+    assert shown == pytest.approx(printed)
+    if hasattr(sys.modules[script[:-3]], "dist"):
+        monkeypatch.setattr(dist, "get_rank", lambda: 1)
+        monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)
+        files = list(Path("runs").iterdir())
+        apply("tensorboard", 1, *SMALL, script=script)[1].train(1)
+        assert list(Path("runs").iterdir()) == files
 
 
 def test_inference_and_export(apply, capsys):
