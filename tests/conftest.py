@@ -12,7 +12,6 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from helpers.files import idx_files
 from helpers.jobs import SITE, Job, command
 
@@ -27,7 +26,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """On any machine, tests marked gpu find its accelerators, and all others find none."""
     machine.undo()
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "PYTHONWARNINGS"):
-        machine.delenv(name, raising=False)  # a test that calls ddp_setup or spawn leaves them
+        machine.delenv(name, raising=False)  # a test that calls ddp_setup leaves them
     machine.setenv("TMPDIR", temporary.name)
     if item.get_closest_marker("gpu"):
         return
@@ -125,6 +124,7 @@ def pretend(command_line, monkeypatch):
         patch(torch, "set_num_threads", lambda number: setattr(job, "threads", number))
         patch(dist, "is_backend_available", lambda name: name in backends)
         patch(dist, "init_process_group", lambda name, **more: vars(job).update(more, backend=name))
+        patch(dist, "broadcast_object_list", lambda *_: None)
         patch(dist, "get_backend", lambda: job.backend)
         patch(dist, "get_rank", lambda: job.rank)
         return job
@@ -141,7 +141,6 @@ def calls():
 def make(parse, calls, monkeypatch, tmp_path):
     """make(script, *arguments) -> the module, and the Trainer that its main() makes: of 40 digits,
     and 10 to test on. The process is a group of its own; nothing is trained yet."""
-    monkeypatch.setattr(mp, "parent_process", lambda: SimpleNamespace(is_alive=lambda: True))
     data_parallel = sys.modules["torch.nn.parallel.data_parallel"]
     monkeypatch.setattr(data_parallel, "_get_available_device_type", lambda: None)
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):

@@ -13,6 +13,7 @@ from urllib.error import HTTPError, URLError
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.files import idx_files
 from helpers.jobs import NODE2, SCRIPTS, TORCHRUN
 
@@ -22,27 +23,36 @@ from common.model import build_model
 DDP, ELASTIC, NODES = SCRIPTS[2:], SCRIPTS[3:4], SCRIPTS[4:]
 SPAWNS = ("ddp_spawn.py", "multinode.py")
 FILE = "--world-size 2 --rank 1 --init-method file://"
+STARTS = "torchrun starts ddp_torchrun.py"
 # Scripts, what is typed (variables of the environment first, as in a shell), how the line begins.
 MISTAKES = [
-    (SCRIPTS, "five", "argument total_epochs: invalid number value: 'five'"),
-    (SCRIPTS, "--batch_size 1.5", "argument --batch-size/--batch_size: invalid number value"),
-    (SCRIPTS, "--lr nan", "argument --lr: nan is less than 0.0"),
+    (SCRIPTS, "five", "argument total_epochs: invalid positive value: 'five'"),
+    (SCRIPTS, "--batch_size 1.5", "argument --batch-size/--batch_size: invalid positive value"),
+    (SCRIPTS, "--lr much", "argument --lr: invalid float value: 'much'"),
     (SCRIPTS, "--bach-size 8", "unrecognized arguments: --bach-size"),
     (SCRIPTS, "--dataset imagenet", "argument --dataset: invalid choice: 'imagenet'"),
     (SCRIPTS, "--model gpt", "argument --model: invalid choice: 'gpt'"),
     (SCRIPTS[:1] + DDP, "--device cuda", "argument --device: invalid choice: 'cuda'"),  # not here
-    (SCRIPTS, "--snapshot-path /no/x.pt", "--snapshot-path /no/x.pt: name a file in a folder that"),
-    (SCRIPTS, "--snapshot-path /dev/null", "--snapshot-path /dev/null: name a file in a folder "),
-    (DDP, "--backend NCCL", "--backend nccl does not work on cpu here: leave it out"),
-    (DDP, "--backend pigeon", "--backend pigeon does not work on cpu here: leave it out"),
+    (SCRIPTS[:4], "--snapshot-path /no/x.pt", "--snapshot-path /no/x.pt: name a file in a folder"),
+    (SCRIPTS[:4], "--snapshot-path /dev/null", "--snapshot-path /dev/null: name a file in a "),
+    (DDP, "--backend pigeon", "argument --backend: invalid choice: 'pigeon'"),
     (ELASTIC, "TORCHELASTIC_MAX_RESTARTS=3", "torchrun's --max-restarts goes with --resume, or"),
     (ELASTIC, "RANK=0", "RANK is set, but not LOCAL_WORLD_SIZE: use torchrun, or unset RANK"),
-    (SPAWNS, "TORCHELASTIC_RUN_ID=x", "torchrun starts ddp_torchrun.py; this script starts its"),
+    (ELASTIC, "SLURM_STEP_NUM_TASKS=2", "several processes without RANK would train alone: start"),
+    (SPAWNS, "TORCHELASTIC_RUN_ID=x", f"this script starts its own processes: {STARTS}"),
+    (SPAWNS[:1], "WORLD_SIZE=2", f"this script starts its own processes: {STARTS}"),
+    (SCRIPTS[:2], "TORCHELASTIC_RUN_ID=x", f"this script is one process: {STARTS}"),  # torchrun
+    (SCRIPTS[:2], "WORLD_SIZE=2", f"this script is one process: {STARTS}"),
+    (SCRIPTS[:2], "SLURM_STEP_NUM_TASKS=2", f"this script is one process: {STARTS}"),  # srun
+    (SCRIPTS[:2], "OMPI_COMM_WORLD_SIZE=2", f"this script is one process: {STARTS}"),  # mpirun
+    (SCRIPTS[:2], "PMI_SIZE=2", f"this script is one process: {STARTS}"),
+    (NODES, "--rank 0 --world-size 2 --snapshot-path /no/x.pt", "--snapshot-path /no/x.pt: name"),
     (NODES, "--rank 0", "give --rank and --world-size, or export RANK and WORLD_SIZE"),
     (NODES, "RANK=0", "give --rank and --world-size, or export RANK and WORLD_SIZE"),
-    (NODES, "RANK=x WORLD_SIZE=2", "argument --rank: invalid number value: 'x'"),
-    (NODES, "--rank 2 --world-size 2", "rank 2 is not in a world of 2: ranks count from 0"),
-    (NODES, "RANK=1 WORLD_SIZE=2 --nproc-per-node 2", "rank 2 is not in a world of 2: ranks"),
+    (NODES, "RANK=x WORLD_SIZE=2", "argument --rank: invalid int value: 'x'"),
+    (NODES, "--rank 2 --world-size 2", "ranks 2 to 2 are not in 0 to 1"),
+    (NODES, "--rank -2 --world-size 2", "ranks -2 to -2 are not in 0 to 1"),
+    (NODES, "RANK=1 WORLD_SIZE=2 --nproc-per-node 2", "ranks 1 to 2 are not in 0 to 1"),
     (NODES, f"{FILE}relative/path", "--init-method file://relative/path: write file:///folder/"),
     (NODES, f"{FILE}/no/such/folder/x", "--init-method file:///no/such/folder/x: write file:///"),
 ]
@@ -57,24 +67,34 @@ def test_a_mistake(refuse, monkeypatch, scripts, typed, line):
         assert refuse(script, *words).startswith(line), script
 
 
-def test_torchrun_repeats_no_mistake_at_a_restart(command_line, monkeypatch, capsys):
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    for words in (["--lr", "nan"], ["--snapshot-path", "."]):
-        with pytest.raises(SystemExit, match="2"):
-            command_line("ddp_torchrun.py", *words).parse_args()
-    assert capsys.readouterr() == ("", "")
-
-
-def test_what_torch_says_itself(make, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)  # another test's
+def test_what_torch_says_itself(make):
     for words, said in (
         (("--sync-bn", "--model", "resnet18"), "SyncBatchNorm layers only work with GPU"),
-        (("--log-dir", "runs"), "tensorboard"),
+        (("--backend", "NCCL"), "nccl2 requires|no GPUs found"),  # torch 2.15, and before
+        (("--lr", -1), "Invalid learning rate: -1.0"),
+        (("--num-workers", -1), "num_workers option should be non-negative"),
     ):
-        with pytest.raises((ValueError, ImportError), match=said):
+        with pytest.raises((ValueError, RuntimeError), match=said):
             make("ddp_torchrun.py", *words)[1].train(1)
     assert not Path("checkpoint.pt").exists()
+
+
+@pytest.mark.parametrize("script", ("ddp_torchrun.py", "multinode.py"))
+def test_a_node_with_another_option(make, monkeypatch, script):
+    """It ends with both values, and not later, in a collective that the others do not call."""
+
+    def from_rank_0(message: list) -> None:
+        message[0] = {**message[0], "lr": 0.5, "data_dir": "another", "num_workers": 7}
+
+    monkeypatch.setattr(dist, "broadcast_object_list", from_rank_0)
+    with pytest.raises(SystemExit, match=r"^error: --lr is 0.5 on rank 0 and 0.25 on rank 0$"):
+        make(script, "--lr", 0.25)
+    make(script, "--lr", 0.5)
+
+
+def test_a_rank_that_writes_nothing_needs_no_folder(parse):
+    words = ("--rank", 1, "--world-size", 2, "--snapshot-path", "/no/x.pt")
+    assert parse("multinode.py", *words)[1].snapshot_path == "/no/x.pt"
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,14 @@
 """What is printed: more in test_training.py, a resume's lines in test_snapshots.py."""
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.files import load
 from helpers.jobs import SCRIPTS, epochs, every_script, inner
 
 DDP = SCRIPTS[2:]
@@ -60,6 +64,17 @@ def test_the_lines_of_steps_and_the_sums_of_an_epoch(make, monkeypatch, capsys, 
 
 
 @every_script
+def test_without_a_test_set_it_trains_and_saves(make, capsys, script):
+    module, trainer = make(script, "--model", "mlp")
+    trainer.test_data = module.prepare_dataloader([], 10, range(0), trainer.args)
+    trainer.train(2)
+    lines = re.findall(r"^(Epoch . \| Train.*) \| \d+ samples/s$", capsys.readouterr().out, re.M)
+    (first, second) = (re.fullmatch(r"Epoch . \| Train loss: (\S+)", line)[1] for line in lines)
+    assert float(second) < float(first)
+    assert load(Path("checkpoint.pt"))["epoch"] == 2
+
+
+@every_script
 def test_an_epochs_first_line_names_the_device_and_the_rank(make, monkeypatch, script):
     """And rank 0 alone has a progress bar: None is tqdm's own choice, on a terminal only."""
     module, trainer = make(script, "--batch-size", 8)
@@ -69,6 +84,7 @@ def test_an_epochs_first_line_names_the_device_and_the_rank(make, monkeypatch, s
     monkeypatch.setattr(module, "tqdm", lambda _, leave, disable: bars.append(disable) or [])
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: 0.0)
     monkeypatch.setattr(dist, "all_reduce", lambda *_: None)
+    trainer._run_batch, trainer._agree_on_stopping = Mock(return_value=0), Mock()
     for type in ("cuda", "xpu", "mps", "cpu"):
         trainer.device = torch.device(type)
         trainer._run_epoch(3)

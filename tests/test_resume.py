@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.files import difference, load, same_bytes
-from helpers.jobs import SCRIPTS, TORCHRUN, epochs, every_ddp_script
+from helpers.jobs import TORCHRUN, epochs, every_ddp_script, every_script
 from helpers.ranks import train
 
 
@@ -27,13 +27,11 @@ def own_optimizer(module, monkeypatch) -> None:
     monkeypatch.setattr(module, "load_train_objs", edited)
 
 
-@pytest.mark.parametrize(
-    ("script", "amp"), [*((script, ()) for script in SCRIPTS), (SCRIPTS[3], ("--amp", "fp16"))]
-)
-def test_one_process_with_any_optimizer_and_schedule(make, parse, monkeypatch, script, amp):
+@every_script
+def test_one_process_with_any_optimizer_and_schedule(make, parse, monkeypatch, script):
     """And with dropout, whose masks are the same only if they are seeded as before."""
     own_optimizer(parse(script)[0], monkeypatch)
-    options = (script, "--batch-size", 8, "--lr", 0.001, *amp)
+    options = (script, "--batch-size", 8, "--lr", 0.001)
     make(*options, "--snapshot-path", "whole.pt")[1].train(3)
     make(*options)[1].train(1)
     before = load(Path("checkpoint.pt"))
@@ -46,13 +44,11 @@ def test_one_process_with_any_optimizer_and_schedule(make, parse, monkeypatch, s
     for name, weight in whole["model"].items():
         assert torch.equal(after["model"][name], weight)
         assert not torch.equal(before["model"][name], weight)
-    if amp:  # steps without an overflow
-        growth = [snapshot["scaler"]["_growth_tracker"] for snapshot in (before, after, whole)]
-        assert growth == [5, 15, 15] and after["scaler"]["scale"] > 1
 
 
 def test_an_epoch_goes_on_in_the_middle(make, monkeypatch, capsys):
-    options = ("ddp_torchrun.py", "--batch-size", 8)
+    """The model is one without dropout, because the rest of the epoch has a seed of its own."""
+    options = ("ddp_torchrun.py", "--batch-size", 8, "--model", "mlp")
     make(*options, "--snapshot-path", "whole.pt")[1].train(2)
     expected = epochs(capsys.readouterr().out)
     _, stopped = make(*options)

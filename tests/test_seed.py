@@ -4,9 +4,10 @@ import random
 from collections import UserList
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
-from helpers.jobs import SCRIPTS, every_ddp_script, every_script
+from helpers.jobs import SCRIPTS, every_script
 
 from common.seed import set_seed
 
@@ -20,7 +21,11 @@ def test_draws_differ_by_every_number_and_repeat():
         assert draws.setdefault(given, drawn) == drawn
     for values in zip(*draws.values(), strict=True):
         assert len({*values}) == len(numbers)
-    set_seed(2**64, 5)  # NumPy takes 32 bits only
+    for seed in (2**64, -1):  # NumPy takes 32 bits only, and none below 0
+        set_seed(seed, 5)
+        first = torch.rand(())
+        set_seed(seed + 1, 5)
+        assert torch.rand(()) != first
 
 
 def test_all_devices_are_seeded_too(monkeypatch):
@@ -32,13 +37,19 @@ def test_all_devices_are_seeded_too(monkeypatch):
     assert seeds[0] == seeds[2] != seeds[1]
 
 
+def classes(batches: list | torch.Tensor, rest: torch.Tensor | int) -> list[int]:
+    """Of what _run_batch() is given: inputs and targets, or micro-batches and their samples."""
+    targets = torch.cat([pair[1] for pair in batches]) if isinstance(batches, list) else rest
+    return targets.tolist()
+
+
 @every_script
 def test_each_epoch_has_its_order_and_its_random_numbers(make, monkeypatch, script):
-    """ddp_torchrun.py has numbers of their own for each step."""
+    """ddp_torchrun.py may begin in mid-epoch, so it has one number more."""
     module, trainer = make(script, "--model", "mlp", "--batch-size", 8, "--seed", 7)
     trainer.rank, seeds, orders = 1 if script in SCRIPTS[2:] else 0, [], []
     monkeypatch.setattr(module, "set_seed", lambda *numbers: seeds.append(numbers))
-    trainer._run_batch = lambda _, targets: orders[-1].extend(targets.tolist()) or targets.sum()
+    trainer._run_batch = lambda *given: orders[-1].extend(classes(*given)) or torch.zeros(())
     for epoch in (3, 4):
         orders.append([])
         trainer.samples_seen = 0
@@ -47,13 +58,17 @@ def test_each_epoch_has_its_order_and_its_random_numbers(make, monkeypatch, scri
     assert sorted(orders[0]) == sorted(orders[1]) and orders[0] != orders[1]
     expected = [(7, trainer.rank, epoch) for epoch in (3, 4)]
     if script == "ddp_torchrun.py":
-        expected = [(*epoch, seen) for epoch in expected for seen in range(0, 41, 8)]
+        expected = [(*numbers, 0) for numbers in expected]
+        trainer.samples_seen = 16
+        trainer._run_epoch(4)
+        assert seeds.pop() == (7, 1, 4, 16)
     assert seeds == expected, f"--seed in {script}"
 
 
-def test_loading_data_draws_nothing_from_the_models_numbers(make):
-    """ddp_torchrun.py also starts its loader in mid-epoch, where an unstopped run does not."""
-    _, trainer = make("ddp_torchrun.py")
+@every_script
+def test_loading_data_draws_nothing_from_the_models_numbers(make, script):
+    """A resumed run starts its loader's workers anew, where an unstopped run does not."""
+    _, trainer = make(script)
     before = torch.get_rng_state()
     assert len(list(trainer.train_data)) == 2 and len(list(trainer.test_data)) == 1
     assert torch.equal(torch.get_rng_state(), before)
@@ -66,16 +81,31 @@ class Noise(UserList):
         return torch.rand(()), 0
 
 
-@every_ddp_script
-def test_each_ranks_loader_workers_draw_numbers_of_their_own(make, monkeypatch, script):
+def inputs(batches: list | torch.Tensor) -> list[float]:
+    """The same for a data set whose inputs are numbers."""
+    source = torch.cat([pair[0] for pair in batches]) if isinstance(batches, list) else batches
+    return source.tolist()
+
+
+@pytest.mark.parametrize(
+    ("script", "starts"),
+    [
+        *((script, ((0, 0), (0, 1))) for script in SCRIPTS[:2]),
+        *((script, ((0, 0), (1, 0), (1, 1))) for script in SCRIPTS[2:]),
+    ],
+)
+def test_each_ranks_loader_workers_draw_numbers_of_their_own(make, monkeypatch, script, starts):
+    """At the starts of these ranks in these epochs, the last one as in a resumed run."""
     drawn = []
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    for rank, epoch in ((0, 0), (1, 0), (1, 1)):  # the last one as in a resumed run
+    for rank, epoch in starts:
         monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
         module, trainer = make(script, "--model", "mlp", "--num-workers", 1)
         data = Noise(range(4))
-        shard = type(trainer.train_data.sampler)(data)
-        trainer.train_data = module.prepare_dataloader(data, 2, shard, trainer.args)
-        trainer._run_batch = lambda source, _: drawn.extend(source.tolist()) or source.sum()
+        sampler = trainer.train_data.sampler
+        given = {} if script in SCRIPTS[2:] else {"generator": sampler.generator}
+        sampler = type(sampler)(data, **given)
+        trainer.train_data = module.prepare_dataloader(data, 2, sampler, trainer.args)
+        trainer._run_batch = lambda first, _: drawn.extend(inputs(first)) or torch.zeros(())
         trainer._run_epoch(epoch)
-    assert len({*drawn}) == 6
+    assert len({*drawn}) == (6 if script in SCRIPTS[2:] else 8)
