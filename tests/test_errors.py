@@ -3,6 +3,7 @@
 More of them are in test_options.py, test_snapshots.py and test_devices.py.
 """
 
+import errno
 import re
 import sys
 import urllib.request
@@ -152,6 +153,21 @@ def test_a_data_folder_that_cannot_be_written(tmp_path):
         data_error(
             "mnist", folder, f"cannot use the data folder {folder}", "name another with --data-dir"
         )
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOLCK, "No locks"),
+        NotImplementedError("no flock"),
+    ],  # older filelocks': ENOSYS
+)
+def test_a_data_folder_on_a_disk_without_locks(monkeypatch, tmp_path, error):
+    monkeypatch.setattr("common.data.FileLock", Mock(side_effect=error))
+    start, end = f"cannot use the data folder {tmp_path}", "name another with --data-dir"
+    data_error("mnist", tmp_path, start, end)
+    folder = str(idx_files(tmp_path, 100, 10))
+    assert len(load_dataset("fashion-mnist", folder)[0]) == 100  # what is there needs no lock
 
 
 def test_torchvision_that_does_not_match_torch(monkeypatch, tmp_path):

@@ -63,6 +63,16 @@ def test_the_lines_of_steps_and_the_sums_of_an_epoch(make, monkeypatch, capsys, 
     assert correct == (model(source).argmax(1) == targets).sum()
 
 
+@pytest.mark.parametrize("script", DDP)
+def test_rank_0_speaks_for_all(make, monkeypatch, capsys, script):
+    module, _ = make(script)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    capsys.readouterr()
+    module.log("said once")
+    module.log("said by each", every_rank=True)
+    assert capsys.readouterr().out == "said by each\n"
+
+
 @every_script
 def test_without_a_test_set_it_trains_and_saves(make, capsys, script):
     module, trainer = make(script, "--model", "mlp")
