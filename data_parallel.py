@@ -44,6 +44,7 @@ class Trainer:
         self.model = model
         self.train_data = train_data
         self.test_data = test_data
+        self.pin_memory = train_data.pin_memory  # then nothing has to wait for a copy
         self.optimizer = optimizer
         self.schedule = schedule
         self.device = device
@@ -62,20 +63,19 @@ class Trainer:
         return loss.detach()
 
     def _run_epoch(self, epoch: int) -> torch.Tensor:
-        set_seed(self.args.seed, 0, epoch)  # 0 is the rank that this process would have under DDP
-        self.train_data.generator.manual_seed(torch.initial_seed())  # and for loader workers
+        set_seed(self.args.seed, 0, epoch)  # as rank 0 of ddp_spawn.py
+        self.train_data.generator.manual_seed(torch.initial_seed())  # for the loader's workers
         self.train_data.sampler.generator.manual_seed(self.args.seed + epoch)  # another order
         name = self.device.type.upper().replace("CUDA", "GPU")
         line = f"Epoch {epoch} | Batchsize: {self.args.batch_size} | Steps: {len(self.train_data)}"
         log(f"[{name}0] {line}")
         self.model.train()
-        data = self.train_data
         loss_sum = torch.zeros((), device=self.device)
         # disable=None: no progress bar where stderr is not a terminal
-        progress = tqdm(data, leave=False, disable=None)
+        progress = tqdm(self.train_data, leave=False, disable=None)
         for step, (source, targets) in enumerate(progress, start=1):
-            source = source.to(self.device, non_blocking=data.pin_memory)  # your inputs
-            targets = targets.to(self.device, non_blocking=data.pin_memory)  # your inputs
+            source = source.to(self.device, non_blocking=self.pin_memory)  # your inputs
+            targets = targets.to(self.device, non_blocking=self.pin_memory)  # your inputs
             loss = self._run_batch(source, targets)
             loss_sum += loss * len(targets)
             if self.args.log_interval and step % self.args.log_interval == 0:
@@ -87,10 +87,9 @@ class Trainer:
         self.model.eval()
         loss_sum = torch.zeros((), device=self.device)
         correct = torch.zeros((), device=self.device)
-        data = self.test_data
-        for source, targets in data:
-            source = source.to(self.device, non_blocking=data.pin_memory)  # your inputs
-            targets = targets.to(self.device, non_blocking=data.pin_memory)  # your inputs
+        for source, targets in self.test_data:
+            source = source.to(self.device, non_blocking=self.pin_memory)  # your inputs
+            targets = targets.to(self.device, non_blocking=self.pin_memory)  # your inputs
             output = self.model(source)  # your inputs
             loss_sum += F.cross_entropy(output, targets) * len(targets)  # your loss
             correct += (output.argmax(dim=1) == targets).sum()  # your metric
@@ -105,7 +104,8 @@ class Trainer:
             rate = train_size / (time.perf_counter() - start)
             line = f"Epoch {epoch} | Train loss: {train_loss:.4f}"
             if test_size > 0:  # without a test set, write test_set = [] in load_train_objs()
-                test_loss, correct = torch.stack(self._evaluate()).tolist()
+                sums = torch.stack(self._evaluate())
+                test_loss, correct = sums.tolist()
                 test_loss /= test_size
                 line += f" | Test loss: {test_loss:.4f}"
                 line += f" | Accuracy: {correct:.0f}/{test_size} ({correct / test_size:.2%})"
@@ -127,7 +127,7 @@ class Trainer:
         path = os.path.realpath(self.args.snapshot_path)  # if it is a link, the file behind it
         torch.save(snapshot, f"{path}.tmp")
         with open(f"{path}.tmp", "rb+") as file:
-            os.fsync(file.fileno())  # all of it is on the disk before it replaces the last one
+            os.fsync(file.fileno())  # all of it is on the disk before it replaces the last snapshot
         os.replace(f"{path}.tmp", path)
 
     def _load_snapshot(self) -> None:
@@ -160,9 +160,9 @@ def prepare_dataloader(
         dataset,
         batch_size=batch_size,
         sampler=sampler,
-        collate_fn=collate,  # for data sets that return whole batches, as ours do, and any other
-        # Each start of the loader draws a number. From torch's own generator, the draw would change
-        # dropout in a resumed run.
+        collate_fn=collate,  # takes whole batches, which our data sets return, and single samples
+        # The loader draws its workers' seed from this when they start. From torch's own generator,
+        # that draw would give a resumed run other dropout.
         generator=torch.Generator(),
         pin_memory=args.device not in ("cpu", "mps"),  # so copies overlap the computation
         # num_workers, started in the way that common/loader.py explains.
@@ -191,15 +191,15 @@ def read_snapshot(args: argparse.Namespace) -> dict | None:
         return None
     try:
         snapshot = torch.load(path, map_location="cpu", weights_only=True)
-        before = snapshot["args"]
+        saved = dict(snapshot["args"])
     except Exception as error:  # torch.load raises nearly everything
-        reason = repr(error).split("error: ")[-1]  # where it names a type that it refuses
+        reason = repr(error).split("error: ")[-1]  # names the type that it refuses
         sys.exit(f"error: {path} is not a snapshot of these scripts ({reason:.200})")
-    # The snapshot brings back the old ones, so a resumed run must be given the same.
+    # The optimizer's state brings back its old settings, so a resumed run is given the same.
     for name in ("dataset", "model", "lr", "momentum", "seed"):  # your settings
-        now = str(getattr(args, name))
-        if before.get(name) != now:
-            sys.exit(f"error: {path} was made with --{name} {before.get(name)}, not {now}")
+        given = str(getattr(args, name))
+        if saved.get(name) != given:
+            sys.exit(f"error: {path} was made with --{name} {saved.get(name)}, not {given}")
     if snapshot.get("samples_seen"):
         sys.exit(f"error: {path} was saved in mid-epoch: go on with ddp_torchrun.py")
     return snapshot
@@ -240,9 +240,9 @@ def parse_args() -> argparse.Namespace:
     found = torch.accelerator.current_accelerator(check_available=True)
     if args.device == "cpu" and found and found.type != "mps":
         parser.error(f"nn.DataParallel fails on {found.type} (pytorch#143239): use ddp_spawn.py")
-    counts = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-    if "TORCHELASTIC_RUN_ID" in os.environ or any(os.environ.get(n, "1") != "1" for n in counts):
-        parser.error("this script is one process: torchrun starts ddp_torchrun.py")
+    for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        if os.environ.get(name, "1") != "1":  # torchrun, srun or mpirun has started several of this
+            parser.error(f"{name} is {os.environ[name]}: start ddp_torchrun.py, or unset {name}")
     path = Path(os.path.realpath(args.snapshot_path))
     if (path.exists() and not path.is_file()) or not os.access(path.parent, os.W_OK):
         parser.error(f"--snapshot-path {path}: name a file in a folder that you may write to")

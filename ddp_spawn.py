@@ -49,9 +49,10 @@ class Trainer:
         args: argparse.Namespace,
     ) -> None:
         self.rank = dist.get_rank()
-        self.model = model  # not DDP's yet, because a snapshot has the model's own names
+        self.model = model  # wrapped below, because a snapshot's names have no "module."
         self.train_data = train_data
         self.test_data = test_data
+        self.pin_memory = train_data.pin_memory  # then nothing has to wait for a copy
         self.optimizer = optimizer
         self.schedule = schedule
         self.device = device
@@ -59,31 +60,30 @@ class Trainer:
         self.epoch = 0  # the next one to train
         if args.resume:
             self._load_snapshot()
-        self.model = DDP(model)  # copies rank 0's weights to all ranks
+        self.model = DDP(model)  # copies rank 0's weights to all ranks, on their devices
 
     def _run_batch(self, source: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         self.optimizer.zero_grad()
         output = self.model(source)  # your inputs
         loss = F.cross_entropy(output, targets)  # your loss: a mean over the batch
-        loss.backward()  # gradients travel here: DDP averages them over all ranks
+        loss.backward()  # meanwhile DDP averages the gradients over all ranks
         self.optimizer.step()
         return loss.detach()
 
     def _run_epoch(self, epoch: int) -> torch.Tensor:
-        set_seed(self.args.seed, self.rank, epoch)  # a resumed run draws the same
-        self.train_data.generator.manual_seed(torch.initial_seed())  # and for loader workers
+        set_seed(self.args.seed, self.rank, epoch)  # so a resumed run has the same dropout
+        self.train_data.generator.manual_seed(torch.initial_seed())  # for the loader's workers
         self.train_data.sampler.set_epoch(epoch)  # another order, the same on all ranks
         name = self.device.type.upper().replace("CUDA", "GPU")
         line = f"Epoch {epoch} | Batchsize: {self.args.batch_size} | Steps: {len(self.train_data)}"
         log(f"[{name}{self.rank}] {line}", every_rank=True)
         self.model.train()
-        data = self.train_data
         loss_sum = torch.zeros((), device=self.device)
         # disable=None: no progress bar where stderr is not a terminal
-        progress = tqdm(data, leave=False, disable=True if self.rank > 0 else None)
+        progress = tqdm(self.train_data, leave=False, disable=True if self.rank > 0 else None)
         for step, (source, targets) in enumerate(progress, start=1):
-            source = source.to(self.device, non_blocking=data.pin_memory)  # your inputs
-            targets = targets.to(self.device, non_blocking=data.pin_memory)  # your inputs
+            source = source.to(self.device, non_blocking=self.pin_memory)  # your inputs
+            targets = targets.to(self.device, non_blocking=self.pin_memory)  # your inputs
             loss = self._run_batch(source, targets)
             loss_sum += loss * len(targets)
             if self.args.log_interval and step % self.args.log_interval == 0:
@@ -93,17 +93,16 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self) -> tuple[torch.Tensor, torch.Tensor]:
-        for buffer in self.model.buffers():  # each rank's last step has changed its own
-            values = buffer.contiguous()  # gloo sends a view's memory as if it had no gaps
+        for buffer in self.model.buffers():  # rank 0's, as BatchNorm's statistics differ
+            values = buffer.contiguous()  # gloo would also write to the gaps of a strided view
             dist.broadcast(values, src=0)
             buffer.copy_(values)
         self.model.eval()
         loss_sum = torch.zeros((), device=self.device)
         correct = torch.zeros((), device=self.device)
-        data = self.test_data
-        for source, targets in data:
-            source = source.to(self.device, non_blocking=data.pin_memory)  # your inputs
-            targets = targets.to(self.device, non_blocking=data.pin_memory)  # your inputs
+        for source, targets in self.test_data:
+            source = source.to(self.device, non_blocking=self.pin_memory)  # your inputs
+            targets = targets.to(self.device, non_blocking=self.pin_memory)  # your inputs
             # Not through DDP, because the ranks may have unequal numbers of batches.
             output = self.model.module(source)  # your inputs
             loss_sum += F.cross_entropy(output, targets) * len(targets)  # your loss
@@ -144,7 +143,7 @@ class Trainer:
         path = os.path.realpath(self.args.snapshot_path)  # if it is a link, the file behind it
         torch.save(snapshot, f"{path}.tmp")
         with open(f"{path}.tmp", "rb+") as file:
-            os.fsync(file.fileno())  # all of it is on the disk before it replaces the last one
+            os.fsync(file.fileno())  # all of it is on the disk before it replaces the last snapshot
         os.replace(f"{path}.tmp", path)
 
     def _load_snapshot(self) -> None:
@@ -167,7 +166,7 @@ def ddp_setup(rank: int, args: argparse.Namespace) -> torch.device:
     device = torch.device("cpu")
     if args.device != "cpu":
         device = torch.device(args.device, rank)
-        torch.accelerator.set_device_index(rank)
+        torch.accelerator.set_device_index(device.index)
     if "OMP_NUM_THREADS" not in os.environ:  # or every process would take all cores
         torch.set_num_threads(max(1, torch.get_num_threads() // args.nproc_per_node))
     loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
@@ -176,7 +175,7 @@ def ddp_setup(rank: int, args: argparse.Namespace) -> torch.device:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     dist.init_process_group(
         args.backend,
-        store=dist.FileStore(args.store, args.nproc_per_node),  # no port to choose
+        store=dist.FileStore(args.store, args.nproc_per_node),  # for MASTER_ADDR and MASTER_PORT
         rank=rank,
         world_size=args.nproc_per_node,
         timeout=datetime.timedelta(seconds=args.timeout),
@@ -205,9 +204,9 @@ def prepare_dataloader(
         dataset,
         batch_size=batch_size,
         sampler=sampler,
-        collate_fn=collate,  # for data sets that return whole batches, as ours do, and any other
-        # Each start of the loader draws a number. From torch's own generator, the draw would change
-        # dropout in a resumed run.
+        collate_fn=collate,  # takes whole batches, which our data sets return, and single samples
+        # The loader draws its workers' seed from this when they start. From torch's own generator,
+        # that draw would give a resumed run other dropout.
         generator=torch.Generator(),
         pin_memory=args.device not in ("cpu", "mps"),  # so copies overlap the computation
         # num_workers, started in the way that common/loader.py explains.
@@ -216,7 +215,7 @@ def prepare_dataloader(
 
 
 def main(rank: int, args: argparse.Namespace) -> None:
-    # SIGINT ends this rank at once. It comes from Ctrl-C, or from Linux if the parent was killed.
+    # SIGINT ends this rank at once. It comes from Ctrl-C, or from Linux when the parent dies.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     device = ddp_setup(rank, args)
     train_set, test_set, model, optimizer, schedule = load_train_objs(args, device)
@@ -236,8 +235,8 @@ def main(rank: int, args: argparse.Namespace) -> None:
 
 def stop(signum: int, frame: object) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)  # a second one would break off what ends the ranks
-    os.write(2, b"stopped: --resume goes on from the last snapshot\n")  # print() may be busy
+        signal.signal(number, lambda *_: None)  # ignore a second one until all ranks have ended
+    os.write(2, b"stopped: --resume goes on from the last snapshot\n")  # print() may be at work
     sys.exit(128 + signum)  # the shells' number for a signal
 
 
@@ -247,15 +246,15 @@ def read_snapshot(args: argparse.Namespace) -> dict | None:
         return None
     try:
         snapshot = torch.load(path, map_location="cpu", weights_only=True)
-        before = snapshot["args"]
+        saved = dict(snapshot["args"])
     except Exception as error:  # torch.load raises nearly everything
-        reason = repr(error).split("error: ")[-1]  # where it names a type that it refuses
+        reason = repr(error).split("error: ")[-1]  # names the type that it refuses
         sys.exit(f"error: {path} is not a snapshot of these scripts ({reason:.200})")
-    # The snapshot brings back the old ones, so a resumed run must be given the same.
+    # The optimizer's state brings back its old settings, so a resumed run is given the same.
     for name in ("dataset", "model", "lr", "momentum", "seed"):  # your settings
-        now = str(getattr(args, name))
-        if before.get(name) != now:
-            sys.exit(f"error: {path} was made with --{name} {before.get(name)}, not {now}")
+        given = str(getattr(args, name))
+        if saved.get(name) != given:
+            sys.exit(f"error: {path} was made with --{name} {saved.get(name)}, not {given}")
     if snapshot.get("samples_seen"):
         sys.exit(f"error: {path} was saved in mid-epoch: go on with ddp_torchrun.py")
     return snapshot
@@ -268,9 +267,10 @@ def log(line: str, every_rank: bool = False) -> None:
         sys.stdout.flush()
 
 
-def default_backend(device: str) -> str:
+def default_backend(device: str) -> str | None:
     backend = dist.get_default_backend_for_device(device)  # NCCL, XCCL or gloo
-    return backend if dist.is_backend_available(backend) else "gloo"  # Windows has no NCCL
+    backend = backend if dist.is_backend_available(backend) else "gloo"  # Windows has no NCCL
+    return backend if device in dist.Backend.backend_capability[backend] else None  # as for MPS
 
 
 def positive(text: str) -> int:
@@ -281,8 +281,7 @@ def positive(text: str) -> int:
 
 def parse_args() -> argparse.Namespace:
     found = torch.accelerator.current_accelerator(check_available=True)
-    # No backend serves MPS, the GPU of a Mac.
-    devices = [found.type, "cpu"] if found and found.type != "mps" else ["cpu"]
+    devices = [found.type, "cpu"] if found and default_backend(found.type) else ["cpu"]
     parser = argparse.ArgumentParser(usage="%(prog)s [total_epochs] [save_every] [options]")
     add = parser.add_argument
     add("total_epochs", nargs="?", type=positive, default=5, help="how many epochs to train")
@@ -307,9 +306,9 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_intermixed_args()
     args.model = args.model or DEFAULT_MODEL[args.dataset]
     args.backend = args.backend or default_backend(args.device)
-    counts = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-    if "TORCHELASTIC_RUN_ID" in os.environ or any(os.environ.get(n, "1") != "1" for n in counts):
-        parser.error("this script starts its own processes: torchrun starts ddp_torchrun.py")
+    for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        if os.environ.get(name, "1") != "1":  # torchrun, srun or mpirun has started several of this
+            parser.error(f"{name} is {os.environ[name]}: start ddp_torchrun.py, or unset {name}")
     path = Path(os.path.realpath(args.snapshot_path))
     if (path.exists() and not path.is_file()) or not os.access(path.parent, os.W_OK):
         parser.error(f"--snapshot-path {path}: name a file in a folder that you may write to")
@@ -322,19 +321,20 @@ def parse_args() -> argparse.Namespace:
 
 if __name__ == "__main__":
     args = parse_args()
-    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")  # silent if a rank is killed
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")  # of a killed rank
     signal.signal(signal.SIGINT, stop)  # in the parent, because only it runs this block
     signal.signal(signal.SIGTERM, stop)
     start = time.perf_counter()
     line = f"total_epochs: {args.total_epochs}, save_every: {args.save_every}"
     log(f"{line}, batch_size: {args.batch_size}")
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        args.store = os.path.join(folder, "store")
-        try:
-            mp.spawn(main, args=(args,), nprocs=args.nproc_per_node)
-        except mp.ProcessExitedException as error:  # it has said why, unless a signal ended it
-            sys.exit(error.exit_code if error.exit_code > 0 else f"error: {error}")
-        finally:  # no process is left behind
-            for process in mp.active_children():
-                process.kill()
+    folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    args.store = os.path.join(folder.name, "store")
+    try:
+        mp.spawn(main, args=(args,), nprocs=args.nproc_per_node)
+    except mp.ProcessExitedException as error:  # a rank that was not killed has said why
+        sys.exit(error.exit_code if error.exit_code > 0 else f"error: {error}")
+    finally:  # no process is left behind
+        for process in mp.active_children():
+            process.kill()
+        folder.cleanup()
     log(f"Total time: {time.perf_counter() - start:.3f}s")

@@ -45,7 +45,7 @@ from common.loader import collate, worker_options
 from common.model import DEFAULT_MODEL, MODELS, build_model
 from common.seed import set_seed, use_deterministic_kernels
 
-LAUNCHER = os.getppid()  # torchrun. If it is killed, the system gives its ranks another parent.
+LAUNCHER = os.getppid()  # torchrun's process id. If it changes, torchrun was killed.
 stop_requested = False  # by a signal
 
 
@@ -64,9 +64,10 @@ class Trainer:
         self.world_size = dist.get_world_size()
         if args.sync_bn:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        self.model = model  # not DDP's yet, because a snapshot has the model's own names
+        self.model = model  # wrapped below, because a snapshot's names have no "module."
         self.train_data = train_data
         self.test_data = test_data
+        self.pin_memory = train_data.pin_memory  # then nothing has to wait for a copy
         self.optimizer = optimizer
         self.schedule = schedule
         self.device = device
@@ -77,34 +78,35 @@ class Trainer:
         self.stopping = False
         if args.resume:
             self._load_snapshot()
-        # Copies rank 0's weights to all ranks. The gradients lie in DDP's buckets: no second copy.
+        # Copies rank 0's weights to all ranks. Gradients are views of what DDP sends, not copies.
         self.model = DDP(model, gradient_as_bucket_view=True)
         if args.compile:
             model.compile(dynamic=False)  # in place: the names of the weights stay as they are
 
-    def _run_batch(self, batches: list, samples: int) -> torch.Tensor:
+    def _run_batch(self, micro_batches: list, samples: int) -> torch.Tensor:
         self.optimizer.zero_grad()
         step_loss = torch.zeros((), device=self.device)
-        data = self.train_data
-        for number, (source, targets) in enumerate(batches, start=1):
-            source = source.to(self.device, non_blocking=data.pin_memory)  # your inputs
-            targets = targets.to(self.device, non_blocking=data.pin_memory)  # your inputs
+        for number, (source, targets) in enumerate(micro_batches, start=1):
+            source = source.to(self.device, non_blocking=self.pin_memory)  # your inputs
+            targets = targets.to(self.device, non_blocking=self.pin_memory)  # your inputs
             # Under no_sync() each rank adds up its gradients. The last backward() sends the sum.
-            with contextlib.nullcontext() if number == len(batches) else self.model.no_sync():
+            last = number == len(micro_batches)
+            with contextlib.nullcontext() if last else self.model.no_sync():
                 with self.autocast:
                     output = self.model(source)  # your inputs
                     loss = F.cross_entropy(output, targets)  # your loss: a mean over the batch
-                loss = loss * len(targets) / samples  # its part of the step's mean
-                loss.backward()  # gradients travel here: DDP averages them over all ranks
+                loss = loss * len(targets) / samples  # weighted by its share of the step's samples
+                loss.backward()  # in the last one DDP averages the gradients over all ranks
             step_loss += loss.detach()
         self.optimizer.step()
         return step_loss
 
     def _run_epoch(self, epoch: int) -> torch.Tensor:
         set_seed(self.args.seed, self.rank, epoch, self.samples_seen)
-        self.train_data.generator.manual_seed(torch.initial_seed())  # and for loader workers
+        self.train_data.generator.manual_seed(torch.initial_seed())  # for the loader's workers
         self.train_data.sampler.set_epoch(epoch, self.samples_seen)
-        self.steps_between_questions = 1  # of _agree_on_stopping()
+        self.asked_at_step = 0
+        self.ask_at_step = 1  # see _agree_on_stopping()
         self.asked_at = time.perf_counter()
         name = self.device.type.upper().replace("CUDA", "GPU")
         steps = math.ceil(len(self.train_data) / self.args.accumulate)
@@ -116,13 +118,13 @@ class Trainer:
         progress = tqdm(self.train_data, leave=False, disable=True if self.rank > 0 else None)
         loader = iter(progress)
         for step in range(1, steps + 1):
-            if (step - 1) % self.steps_between_questions == 0:
+            if step == self.ask_at_step:
                 self._agree_on_stopping(step)
                 if self.stopping:
                     break
-            batches = list(itertools.islice(loader, self.args.accumulate))
-            samples = sum(len(targets) for _, targets in batches)
-            loss = self._run_batch(batches, samples)
+            micro_batches = list(itertools.islice(loader, self.args.accumulate))
+            samples = sum(len(targets) for _, targets in micro_batches)
+            loss = self._run_batch(micro_batches, samples)
             loss_sum += loss * samples
             self.samples_seen += samples * self.world_size
             if self.args.log_interval and step % self.args.log_interval == 0:
@@ -134,26 +136,26 @@ class Trainer:
         # If one rank left the loop alone, the others would wait for it in the next all-reduce. So
         # the ranks ask each other at every tenth step, or at every step if one takes a second.
         stop = stop_requested or (dist.is_torchelastic_launched() and os.getppid() != LAUNCHER)
-        seconds = (time.perf_counter() - self.asked_at) / self.steps_between_questions
-        answers = torch.tensor([stop, seconds > 1], dtype=torch.int32, device=self.device)
+        slow = time.perf_counter() - self.asked_at > step - self.asked_at_step  # seconds, steps
+        answers = torch.tensor([stop, slow], dtype=torch.int32, device=self.device)
         dist.all_reduce(answers, op=dist.ReduceOp.MAX)  # one yes is enough
         self.stopping, slow = answers.bool().tolist()
-        self.steps_between_questions = 1 if slow or step == 1 else 10  # step 1 has timed none yet
+        self.asked_at_step = step
+        self.ask_at_step = step + (1 if slow or step == 1 else 10)  # before step 1 there was none
         self.asked_at = time.perf_counter()
 
     @torch.no_grad()
     def _evaluate(self) -> tuple[torch.Tensor, torch.Tensor]:
-        for buffer in self.model.buffers():  # each rank's last step has changed its own
-            values = buffer.contiguous()  # gloo sends a view's memory as if it had no gaps
+        for buffer in self.model.buffers():  # rank 0's, as BatchNorm's statistics differ
+            values = buffer.contiguous()  # gloo would also write to the gaps of a strided view
             dist.broadcast(values, src=0)
             buffer.copy_(values)
         self.model.eval()
         loss_sum = torch.zeros((), device=self.device)
         correct = torch.zeros((), device=self.device)
-        data = self.test_data
-        for source, targets in data:
-            source = source.to(self.device, non_blocking=data.pin_memory)  # your inputs
-            targets = targets.to(self.device, non_blocking=data.pin_memory)  # your inputs
+        for source, targets in self.test_data:
+            source = source.to(self.device, non_blocking=self.pin_memory)  # your inputs
+            targets = targets.to(self.device, non_blocking=self.pin_memory)  # your inputs
             with self.autocast:
                 # Not through DDP, because the ranks may have unequal numbers of batches.
                 output = self.model.module(source)  # your inputs
@@ -202,7 +204,7 @@ class Trainer:
         path = os.path.realpath(self.args.snapshot_path)  # if it is a link, the file behind it
         torch.save(snapshot, f"{path}.tmp")
         with open(f"{path}.tmp", "rb+") as file:
-            os.fsync(file.fileno())  # all of it is on the disk before it replaces the last one
+            os.fsync(file.fileno())  # all of it is on the disk before it replaces the last snapshot
         os.replace(f"{path}.tmp", path)
 
     def _load_snapshot(self) -> None:
@@ -219,7 +221,7 @@ class Trainer:
         self.schedule.load_state_dict(snapshot["schedule"])
         self.epoch = snapshot["epoch"]
         seen = snapshot.get("samples_seen", 0)  # only this script stops in mid-epoch
-        self.samples_seen = seen - seen % self.world_size  # that run may have had other ranks
+        self.samples_seen = seen - seen % self.world_size  # the ranks may be others now
         log(f"Resuming training from snapshot at Epoch {self.epoch}")
 
 
@@ -231,11 +233,13 @@ def ddp_setup(args: argparse.Namespace) -> torch.device:
         device = torch.device(args.device, int(os.environ["LOCAL_RANK"]))
         torch.accelerator.set_device_index(device.index)
     timeout = datetime.timedelta(seconds=args.timeout)
-    store, rank, world_size = dist.HashStore(), 0, 1  # one process without torchrun meets nobody
-    if os.environ["WORLD_SIZE"] != "1" or dist.is_torchelastic_launched():
-        # init_process_group() would do the same, but without the prefix that follows.
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-    if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:  # one node
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world_size > 1 or dist.is_torchelastic_launched():
+        # As init_process_group() does it, which gives no chance to add the prefix below.
+        store, *_ = next(dist.rendezvous("env://", timeout=timeout))
+    else:
+        store = dist.HashStore()  # of one process alone, say for a debugger
+    if world_size == int(os.environ["LOCAL_WORLD_SIZE"]):  # one node
         # torchrun keeps one store for all attempts, and a crashed one's keys would mislead the next
         # (pytorch#135712). So each puts its number first. Nodes may have different numbers.
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
@@ -253,12 +257,12 @@ def ddp_setup(args: argparse.Namespace) -> torch.device:
     )
     where = f"device {device} | backend {dist.get_backend()} | threads {torch.get_num_threads()}"
     log(f"[rank {rank} of {world_size}] {where}", every_rank=True)
-    own = {"data_dir", "snapshot_path", "num_workers", "local_rank"}
-    options = [vars(args)]
-    dist.broadcast_object_list(options)  # rank 0's. A node with others would hang, or spoil the run
-    for name, value in options[0].items():
-        if vars(args)[name] != value and name not in own:
-            sys.exit(f"error: --{name} is {value} on rank 0 and {vars(args)[name]} on rank {rank}")
+    may_differ = {"data_dir", "snapshot_path", "num_workers", "local_rank"}
+    rank_0 = [vars(args)]
+    dist.broadcast_object_list(rank_0)  # a node with other options would hang or spoil the run
+    for name, value in rank_0[0].items():
+        if vars(args)[name] != value and name not in may_differ:
+            sys.exit(f"error: {name} is {value} on rank 0 and {vars(args)[name]} on rank {rank}")
     return device
 
 
@@ -296,9 +300,9 @@ def prepare_dataloader(
         dataset,
         batch_size=batch_size,
         sampler=sampler,
-        collate_fn=collate,  # for data sets that return whole batches, as ours do, and any other
-        # Each start of the loader draws a number. From torch's own generator, the draw would change
-        # dropout in a resumed run.
+        collate_fn=collate,  # takes whole batches, which our data sets return, and single samples
+        # The loader draws its workers' seed from this when they start. From torch's own generator,
+        # that draw would give a resumed run other dropout.
         generator=torch.Generator(),
         pin_memory=args.device not in ("cpu", "mps"),  # so copies overlap the computation
         # num_workers, started in the way that common/loader.py explains.
@@ -318,13 +322,13 @@ def main(args: argparse.Namespace) -> int:
     train_data = prepare_dataloader(train_set, args.batch_size, shard, args)
     test_shard = range(rank, len(test_set), dist.get_world_size())  # not padded: each counts once
     test_data = prepare_dataloader(test_set, args.test_batch_size, test_shard, args)
-    signal.signal(signal.SIGINT, on_stop_signal)  # from here on no rank leaves alone
+    signal.signal(signal.SIGINT, on_stop_signal)  # from here on all ranks stop together
     signal.signal(signal.SIGTERM, on_stop_signal)
     trainer = Trainer(model, train_data, test_data, optimizer, schedule, device, args)
     trainer.train(args.total_epochs)
     log(f"Total time: {time.perf_counter() - start:.3f}s")
     stopped = trainer.stopping
-    dist.barrier()  # no rank leaves before rank 0 has saved
+    dist.barrier()  # until rank 0 has saved. The first rank that returns 143 ends the others.
     del trainer  # DDP holds the group. Without this, 3 of 1,000 ranks hung at exit (torch 2.11)
     dist.destroy_process_group()
     return 143 if stopped else 0  # not 0, because torchrun would report success
@@ -344,15 +348,15 @@ def read_snapshot(args: argparse.Namespace) -> dict | None:
         return None
     try:
         snapshot = torch.load(path, map_location="cpu", weights_only=True)
-        before = snapshot["args"]
+        saved = dict(snapshot["args"])
     except Exception as error:  # torch.load raises nearly everything
-        reason = repr(error).split("error: ")[-1]  # where it names a type that it refuses
+        reason = repr(error).split("error: ")[-1]  # names the type that it refuses
         sys.exit(f"error: {path} is not a snapshot of these scripts ({reason:.200})")
-    # The snapshot brings back the old ones, so a resumed run must be given the same.
+    # The optimizer's state brings back its old settings, so a resumed run is given the same.
     for name in ("dataset", "model", "lr", "momentum", "seed"):  # your settings
-        now = str(getattr(args, name))
-        if before.get(name) != now:
-            sys.exit(f"error: {path} was made with --{name} {before.get(name)}, not {now}")
+        given = str(getattr(args, name))
+        if saved.get(name) != given:
+            sys.exit(f"error: {path} was made with --{name} {saved.get(name)}, not {given}")
     return snapshot
 
 
@@ -364,9 +368,10 @@ def log(line: str, every_rank: bool = False) -> None:
             sys.stdout.flush()
 
 
-def default_backend(device: str) -> str:
+def default_backend(device: str) -> str | None:
     backend = dist.get_default_backend_for_device(device)  # NCCL, XCCL or gloo
-    return backend if dist.is_backend_available(backend) else "gloo"  # Windows has no NCCL
+    backend = backend if dist.is_backend_available(backend) else "gloo"  # Windows has no NCCL
+    return backend if device in dist.Backend.backend_capability[backend] else None  # as for MPS
 
 
 def positive(text: str) -> int:
@@ -377,8 +382,7 @@ def positive(text: str) -> int:
 
 def parse_args() -> argparse.Namespace:
     found = torch.accelerator.current_accelerator(check_available=True)
-    # No backend serves MPS, the GPU of a Mac.
-    devices = [found.type, "cpu"] if found and found.type != "mps" else ["cpu"]
+    devices = [found.type, "cpu"] if found and default_backend(found.type) else ["cpu"]
     parser = argparse.ArgumentParser(usage="%(prog)s [total_epochs] [save_every] [options]")
     add = parser.add_argument
     add("total_epochs", nargs="?", type=positive, default=5, help="how many epochs to train")
@@ -414,12 +418,13 @@ def parse_args() -> argparse.Namespace:
         parser.error("RANK is set, but not LOCAL_WORLD_SIZE: use torchrun, or unset RANK")
     if "RANK" not in os.environ:  # started without torchrun: one process, for a debugger say
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-        counts = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-        if any(os.environ.get(name, "1") != "1" for name in counts):  # srun or mpirun
-            parser.error("several processes without RANK would train alone: start them by torchrun")
+        for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):  # srun, mpirun
+            if os.environ.get(name, "1") != "1":
+                parser.error(f"{name} is {os.environ[name]}, but there is no RANK: start torchrun")
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0 and not args.resume:
         parser.error("torchrun's --max-restarts goes with --resume, or a restart would begin anew")
-    processes, count = int(os.environ["LOCAL_WORLD_SIZE"]), torch.accelerator.device_count()
+    processes = int(os.environ["LOCAL_WORLD_SIZE"])
+    count = torch.accelerator.device_count()
     if args.device != "cpu" and processes > count:
         parser.error(f"{processes} processes are more than {count} devices")
     return args

@@ -52,9 +52,10 @@ class Trainer:
         args: argparse.Namespace,
     ) -> None:
         self.rank = dist.get_rank()
-        self.model = model  # not DDP's yet, because a snapshot has the model's own names
+        self.model = model  # wrapped below, because a snapshot's names have no "module."
         self.train_data = train_data
         self.test_data = test_data
+        self.pin_memory = train_data.pin_memory  # then nothing has to wait for a copy
         self.optimizer = optimizer
         self.schedule = schedule
         self.device = device
@@ -62,31 +63,30 @@ class Trainer:
         self.epoch = 0  # the next one to train
         if args.resume:
             self._load_snapshot()
-        self.model = DDP(model)  # copies rank 0's weights to all ranks
+        self.model = DDP(model)  # copies rank 0's weights to all ranks, on their devices
 
     def _run_batch(self, source: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         self.optimizer.zero_grad()
         output = self.model(source)  # your inputs
         loss = F.cross_entropy(output, targets)  # your loss: a mean over the batch
-        loss.backward()  # gradients travel here: DDP averages them over all ranks
+        loss.backward()  # meanwhile DDP averages the gradients over all ranks
         self.optimizer.step()
         return loss.detach()
 
     def _run_epoch(self, epoch: int) -> torch.Tensor:
-        set_seed(self.args.seed, self.rank, epoch)  # a resumed run draws the same
-        self.train_data.generator.manual_seed(torch.initial_seed())  # and for loader workers
+        set_seed(self.args.seed, self.rank, epoch)  # so a resumed run has the same dropout
+        self.train_data.generator.manual_seed(torch.initial_seed())  # for the loader's workers
         self.train_data.sampler.set_epoch(epoch)  # another order, the same on all ranks
         name = self.device.type.upper().replace("CUDA", "GPU")
         line = f"Epoch {epoch} | Batchsize: {self.args.batch_size} | Steps: {len(self.train_data)}"
         log(f"[{name}{self.rank}] {line}", every_rank=True)
         self.model.train()
-        data = self.train_data
         loss_sum = torch.zeros((), device=self.device)
         # disable=None: no progress bar where stderr is not a terminal
-        progress = tqdm(data, leave=False, disable=True if self.rank > 0 else None)
+        progress = tqdm(self.train_data, leave=False, disable=True if self.rank > 0 else None)
         for step, (source, targets) in enumerate(progress, start=1):
-            source = source.to(self.device, non_blocking=data.pin_memory)  # your inputs
-            targets = targets.to(self.device, non_blocking=data.pin_memory)  # your inputs
+            source = source.to(self.device, non_blocking=self.pin_memory)  # your inputs
+            targets = targets.to(self.device, non_blocking=self.pin_memory)  # your inputs
             loss = self._run_batch(source, targets)
             loss_sum += loss * len(targets)
             if self.args.log_interval and step % self.args.log_interval == 0:
@@ -96,17 +96,16 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self) -> tuple[torch.Tensor, torch.Tensor]:
-        for buffer in self.model.buffers():  # each rank's last step has changed its own
-            values = buffer.contiguous()  # gloo sends a view's memory as if it had no gaps
+        for buffer in self.model.buffers():  # rank 0's, as BatchNorm's statistics differ
+            values = buffer.contiguous()  # gloo would also write to the gaps of a strided view
             dist.broadcast(values, src=0)
             buffer.copy_(values)
         self.model.eval()
         loss_sum = torch.zeros((), device=self.device)
         correct = torch.zeros((), device=self.device)
-        data = self.test_data
-        for source, targets in data:
-            source = source.to(self.device, non_blocking=data.pin_memory)  # your inputs
-            targets = targets.to(self.device, non_blocking=data.pin_memory)  # your inputs
+        for source, targets in self.test_data:
+            source = source.to(self.device, non_blocking=self.pin_memory)  # your inputs
+            targets = targets.to(self.device, non_blocking=self.pin_memory)  # your inputs
             # Not through DDP, because the ranks may have unequal numbers of batches.
             output = self.model.module(source)  # your inputs
             loss_sum += F.cross_entropy(output, targets) * len(targets)  # your loss
@@ -147,7 +146,7 @@ class Trainer:
         path = os.path.realpath(self.args.snapshot_path)  # if it is a link, the file behind it
         torch.save(snapshot, f"{path}.tmp")
         with open(f"{path}.tmp", "rb+") as file:
-            os.fsync(file.fileno())  # all of it is on the disk before it replaces the last one
+            os.fsync(file.fileno())  # all of it is on the disk before it replaces the last snapshot
         os.replace(f"{path}.tmp", path)
 
     def _load_snapshot(self) -> None:
@@ -173,27 +172,24 @@ def ddp_setup(local_rank: int, args: argparse.Namespace) -> torch.device:
         torch.accelerator.set_device_index(device.index)
     if "OMP_NUM_THREADS" not in os.environ:  # or every process would take all cores
         torch.set_num_threads(max(1, torch.get_num_threads() // args.nproc_per_node))
-    try:
-        dist.init_process_group(
-            args.backend,
-            init_method=args.init_method,
-            rank=args.rank + local_rank,
-            world_size=args.world_size,
-            timeout=datetime.timedelta(seconds=args.timeout),
-            device_id=None if device.type == "cpu" else device,  # NCCL connects now, on this device
-        )
-    except Exception as error:  # torch raises nearly everything
-        sys.exit(f"error: rank {args.rank + local_rank} cannot join at {args.address}: {error}")
+    dist.init_process_group(
+        args.backend,
+        init_method=args.init_method,
+        rank=args.rank + local_rank,
+        world_size=args.world_size,
+        timeout=datetime.timedelta(seconds=args.timeout),
+        device_id=None if device.type == "cpu" else device,  # NCCL connects now, on this device
+    )
     rank = dist.get_rank()
     where = f"device {device} | backend {dist.get_backend()} | threads {torch.get_num_threads()}"
     log(f"[rank {rank} of {args.world_size}] {where}", every_rank=True)
-    own = {"rank", "nproc_per_node", "first_device", "init_method", "address"}
-    own |= {"data_dir", "snapshot_path", "num_workers"}
-    options = [vars(args)]
-    dist.broadcast_object_list(options)  # rank 0's. A node with others would hang, or spoil the run
-    for name, value in options[0].items():
-        if vars(args)[name] != value and name not in own:
-            sys.exit(f"error: --{name} is {value} on rank 0 and {vars(args)[name]} on rank {rank}")
+    may_differ = {"rank", "nproc_per_node", "first_device", "init_method", "address"}
+    may_differ |= {"data_dir", "snapshot_path", "num_workers"}
+    rank_0 = [vars(args)]
+    dist.broadcast_object_list(rank_0)  # a node with other options would hang or spoil the run
+    for name, value in rank_0[0].items():
+        if vars(args)[name] != value and name not in may_differ:
+            sys.exit(f"error: {name} is {value} on rank 0 and {vars(args)[name]} on rank {rank}")
     return device
 
 
@@ -215,9 +211,9 @@ def prepare_dataloader(
         dataset,
         batch_size=batch_size,
         sampler=sampler,
-        collate_fn=collate,  # for data sets that return whole batches, as ours do, and any other
-        # Each start of the loader draws a number. From torch's own generator, the draw would change
-        # dropout in a resumed run.
+        collate_fn=collate,  # takes whole batches, which our data sets return, and single samples
+        # The loader draws its workers' seed from this when they start. From torch's own generator,
+        # that draw would give a resumed run other dropout.
         generator=torch.Generator(),
         pin_memory=args.device not in ("cpu", "mps"),  # so copies overlap the computation
         # num_workers, started in the way that common/loader.py explains.
@@ -226,9 +222,12 @@ def prepare_dataloader(
 
 
 def main(local_rank: int, args: argparse.Namespace) -> None:
-    # SIGINT ends this rank at once. It comes from Ctrl-C, or from Linux if the parent was killed.
+    # SIGINT ends this rank at once. It comes from Ctrl-C, or from Linux when the parent dies.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    device = ddp_setup(local_rank, args)
+    try:
+        device = ddp_setup(local_rank, args)
+    except Exception as error:  # torch raises nearly everything
+        sys.exit(f"error: rank {args.rank + local_rank} cannot join at {args.address}: {error}")
     rank = dist.get_rank()
     train_set, test_set, model, optimizer, schedule = load_train_objs(args, device)
     shard = DistributedSampler(train_set, seed=args.seed)  # this rank's share of each epoch
@@ -247,8 +246,8 @@ def main(local_rank: int, args: argparse.Namespace) -> None:
 
 def stop(signum: int, frame: object) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)  # a second one would break off what ends the ranks
-    os.write(2, b"stopped: --resume goes on from the last snapshot\n")  # print() may be busy
+        signal.signal(number, lambda *_: None)  # ignore a second one until all ranks have ended
+    os.write(2, b"stopped: --resume goes on from the last snapshot\n")  # print() may be at work
     sys.exit(128 + signum)  # the shells' number for a signal
 
 
@@ -258,15 +257,15 @@ def read_snapshot(args: argparse.Namespace) -> dict | None:
         return None
     try:
         snapshot = torch.load(path, map_location="cpu", weights_only=True)
-        before = snapshot["args"]
+        saved = dict(snapshot["args"])
     except Exception as error:  # torch.load raises nearly everything
-        reason = repr(error).split("error: ")[-1]  # where it names a type that it refuses
+        reason = repr(error).split("error: ")[-1]  # names the type that it refuses
         sys.exit(f"error: {path} is not a snapshot of these scripts ({reason:.200})")
-    # The snapshot brings back the old ones, so a resumed run must be given the same.
+    # The optimizer's state brings back its old settings, so a resumed run is given the same.
     for name in ("dataset", "model", "lr", "momentum", "seed"):  # your settings
-        now = str(getattr(args, name))
-        if before.get(name) != now:
-            sys.exit(f"error: {path} was made with --{name} {before.get(name)}, not {now}")
+        given = str(getattr(args, name))
+        if saved.get(name) != given:
+            sys.exit(f"error: {path} was made with --{name} {saved.get(name)}, not {given}")
     if snapshot.get("samples_seen"):
         sys.exit(f"error: {path} was saved in mid-epoch: go on with ddp_torchrun.py")
     return snapshot
@@ -279,9 +278,10 @@ def log(line: str, every_rank: bool = False) -> None:
         sys.stdout.flush()
 
 
-def default_backend(device: str) -> str:
+def default_backend(device: str) -> str | None:
     backend = dist.get_default_backend_for_device(device)  # NCCL, XCCL or gloo
-    return backend if dist.is_backend_available(backend) else "gloo"  # Windows has no NCCL
+    backend = backend if dist.is_backend_available(backend) else "gloo"  # Windows has no NCCL
+    return backend if device in dist.Backend.backend_capability[backend] else None  # as for MPS
 
 
 def positive(text: str) -> int:
@@ -292,8 +292,7 @@ def positive(text: str) -> int:
 
 def parse_args() -> argparse.Namespace:
     found = torch.accelerator.current_accelerator(check_available=True)
-    # No backend serves MPS, the GPU of a Mac.
-    devices = [found.type, "cpu"] if found and found.type != "mps" else ["cpu"]
+    devices = [found.type, "cpu"] if found and default_backend(found.type) else ["cpu"]
     parser = argparse.ArgumentParser(usage="%(prog)s [total_epochs] [save_every] [options]")
     add = parser.add_argument
     add("total_epochs", nargs="?", type=positive, default=5, help="how many epochs to train")
@@ -324,30 +323,33 @@ def parse_args() -> argparse.Namespace:
     args.backend = args.backend or default_backend(args.device)
     if dist.is_torchelastic_launched():
         parser.error("this script starts its own processes: torchrun starts ddp_torchrun.py")
-    address = args.init_method.replace("env://", "env://$MASTER_ADDR:$MASTER_PORT")
-    args.address = os.path.expandvars(address)  # for messages
     if args.rank is None or args.world_size is None:
         parser.error("give --rank and --world-size, or export RANK and WORLD_SIZE")
-    folder = Path(args.address.removeprefix("file://")).parent
-    if args.address.startswith("file://") and not (folder.is_absolute() and folder.is_dir()):
-        parser.error(f"--init-method {args.address}: write file:///folder/file, a new one each run")
-    last = args.rank + args.nproc_per_node - 1
-    if args.rank < 0 or last >= args.world_size:
-        parser.error(f"ranks {args.rank} to {last} are not in 0 to {args.world_size - 1}")
+    last_rank = args.rank + args.nproc_per_node - 1
+    if args.rank < 0 or last_rank >= args.world_size:
+        parser.error(f"ranks {args.rank} to {last_rank} are not in 0 to {args.world_size - 1}")
+    args.address = args.init_method  # for messages
+    if args.init_method == "env://":
+        args.address = os.path.expandvars("env://$MASTER_ADDR:$MASTER_PORT")
+    if args.init_method.startswith("file://"):
+        file = Path(args.init_method.removeprefix("file://"))
+        if not (file.is_absolute() and file.parent.is_dir()):
+            parser.error(f"--init-method {args.init_method}: write file:///folder/file, a new one")
     path = Path(os.path.realpath(args.snapshot_path))
     writable = os.access(path.parent, os.W_OK) and (path.is_file() or not path.exists())
     if args.rank == 0 and not writable:  # the other ranks write nothing
         parser.error(f"--snapshot-path {path}: name a file in a folder that you may write to")
     args.first_device = int(os.environ.get("LOCAL_RANK", 0))  # a batch script may export it
-    last, count = args.first_device + args.nproc_per_node - 1, torch.accelerator.device_count()
-    if args.device != "cpu" and last >= count:
-        parser.error(f"device {last} is not here: this node has {count} devices, counted from 0")
+    last_device = args.first_device + args.nproc_per_node - 1
+    count = torch.accelerator.device_count()
+    if args.device != "cpu" and last_device >= count:
+        parser.error(f"device {last_device} is not here: this node has {count}, counted from 0")
     return args
 
 
 if __name__ == "__main__":
     args = parse_args()
-    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")  # silent if a rank is killed
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")  # of a killed rank
     signal.signal(signal.SIGINT, stop)  # in the parent, because only it runs this block
     signal.signal(signal.SIGTERM, stop)
     start = time.perf_counter()
@@ -356,11 +358,11 @@ if __name__ == "__main__":
     count = torch.accelerator.device_count()
     if args.device != "cpu" and "LOCAL_RANK" not in os.environ and args.nproc_per_node < count:
         log(f"only {args.nproc_per_node} of {count} devices: --nproc-per-node {count} uses all")
-    world = f"all {args.world_size} at {args.address}"
-    log(f"rank {args.rank} waits for {world}, up to {args.timeout} s")
+    line = f"rank {args.rank} waits for all {args.world_size} at {args.address}"
+    log(f"{line}, up to {args.timeout} s")
     try:
         mp.spawn(main, args=(args,), nprocs=args.nproc_per_node)
-    except mp.ProcessExitedException as error:  # it has said why, unless a signal ended it
+    except mp.ProcessExitedException as error:  # a rank that was not killed has said why
         sys.exit(error.exit_code if error.exit_code > 0 else f"error: {error}")
     finally:  # no process is left behind
         for process in mp.active_children():

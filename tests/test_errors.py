@@ -22,9 +22,8 @@ from common.data import DATASETS, DataError, load_dataset
 from common.model import build_model
 
 DDP, ELASTIC, NODES = SCRIPTS[2:], SCRIPTS[3:4], SCRIPTS[4:]
-SPAWNS = ("ddp_spawn.py", "multinode.py")
 FILE = "--world-size 2 --rank 1 --init-method file://"
-STARTS = "torchrun starts ddp_torchrun.py"
+ALONE = ("single_gpu.py", "data_parallel.py", "ddp_spawn.py")
 # Scripts, what is typed (variables of the environment first, as in a shell), how the line begins.
 MISTAKES = [
     (SCRIPTS, "five", "argument total_epochs: invalid positive value: 'five'"),
@@ -39,14 +38,12 @@ MISTAKES = [
     (DDP, "--backend pigeon", "argument --backend: invalid choice: 'pigeon'"),
     (ELASTIC, "TORCHELASTIC_MAX_RESTARTS=3", "torchrun's --max-restarts goes with --resume, or"),
     (ELASTIC, "RANK=0", "RANK is set, but not LOCAL_WORLD_SIZE: use torchrun, or unset RANK"),
-    (ELASTIC, "SLURM_STEP_NUM_TASKS=2", "several processes without RANK would train alone: start"),
-    (SPAWNS, "TORCHELASTIC_RUN_ID=x", f"this script starts its own processes: {STARTS}"),
-    (SPAWNS[:1], "WORLD_SIZE=2", f"this script starts its own processes: {STARTS}"),
-    (SCRIPTS[:2], "TORCHELASTIC_RUN_ID=x", f"this script is one process: {STARTS}"),  # torchrun
-    (SCRIPTS[:2], "WORLD_SIZE=2", f"this script is one process: {STARTS}"),
-    (SCRIPTS[:2], "SLURM_STEP_NUM_TASKS=2", f"this script is one process: {STARTS}"),  # srun
-    (SCRIPTS[:2], "OMPI_COMM_WORLD_SIZE=2", f"this script is one process: {STARTS}"),  # mpirun
-    (SCRIPTS[:2], "PMI_SIZE=2", f"this script is one process: {STARTS}"),
+    (ELASTIC, "SLURM_STEP_NUM_TASKS=2", "SLURM_STEP_NUM_TASKS is 2, but there is no RANK: start"),
+    (ALONE, "WORLD_SIZE=2", "WORLD_SIZE is 2: start ddp_torchrun.py, or unset WORLD_SIZE"),
+    (ALONE, "SLURM_STEP_NUM_TASKS=2", "SLURM_STEP_NUM_TASKS is 2: start ddp_torchrun.py, or"),
+    (ALONE, "OMPI_COMM_WORLD_SIZE=2", "OMPI_COMM_WORLD_SIZE is 2: start ddp_torchrun.py, or"),
+    (ALONE, "PMI_SIZE=2", "PMI_SIZE is 2: start ddp_torchrun.py, or unset PMI_SIZE"),
+    (NODES, "TORCHELASTIC_RUN_ID=x", "this script starts its own processes: torchrun starts"),
     (NODES, "--rank 0 --world-size 2 --snapshot-path /no/x.pt", "--snapshot-path /no/x.pt: name"),
     (NODES, "--rank 0", "give --rank and --world-size, or export RANK and WORLD_SIZE"),
     (NODES, "RANK=0", "give --rank and --world-size, or export RANK and WORLD_SIZE"),
@@ -88,7 +85,7 @@ def test_a_node_with_another_option(make, monkeypatch, script):
         message[0] = {**message[0], "lr": 0.5, "data_dir": "another", "num_workers": 7}
 
     monkeypatch.setattr(dist, "broadcast_object_list", from_rank_0)
-    with pytest.raises(SystemExit, match=r"^error: --lr is 0.5 on rank 0 and 0.25 on rank 0$"):
+    with pytest.raises(SystemExit, match=r"^error: lr is 0.5 on rank 0 and 0.25 on rank 0$"):
         make(script, "--lr", 0.25)
     make(script, "--lr", 0.5)
 

@@ -36,7 +36,7 @@ MUTANTS = {
     ],
     "test_steps.py::test_a_step_is_on_the_mean_over_the_batch": [
         (TORCHRUN, "else self.model.no_sync()", "else contextlib.nullcontext()"),
-        (TORCHRUN, "loss * len(targets) / samples", "loss / len(batches)"),
+        (TORCHRUN, "loss * len(targets) / samples", "loss / len(micro_batches)"),
     ],
     "test_steps.py::test_no_sample_is_lost_where_other_ranks_go_on_in_mid_epoch": [
         (TORCHRUN, "seen - seen % self.world_size", "seen + seen % self.world_size"),
@@ -90,7 +90,7 @@ MUTANTS = {
         (TORCHRUN, " or (dist.is_torchelastic_launched() and os.getppid() != LAUNCHER)", ""),
     ],
     "test_stopping.py::test_a_stop_is_heard_in_short_epochs_and_between_long_steps": [
-        (TORCHRUN, "(step - 1) % self.steps_between_questions == 0", "step % 10 == 0"),
+        (TORCHRUN, "step == self.ask_at_step", "step % 10 == 0"),
     ],
     "test_stopping.py::test_the_snapshot_of_a_stop_is_saved_whatever_reads_the_output": [
         (TORCHRUN, "contextlib.suppress(BrokenPipeError)", "contextlib.nullcontext()"),
@@ -100,7 +100,7 @@ MUTANTS = {
     ],
     "test_errors.py::test_a_mistake": [
         (SINGLE, "not os.access(path.parent, os.W_OK)", "False"),
-        (NODES, "args.rank < 0 or last >= args.world_size", "last >= args.world_size"),
+        (NODES, "args.rank < 0 or last_rank >= args.world_size", "last_rank >= args.world_size"),
     ],
     "test_errors.py::test_a_node_with_another_option": [
         (TORCHRUN, "if vars(args)[name] != value and", "if False and"),

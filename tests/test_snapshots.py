@@ -108,10 +108,11 @@ def test_a_run_with_another_setting_is_refused(make, script):
 def test_what_is_not_a_snapshot_is_refused(make, script):
     make(script, "--model", "mlp")[1]._save_snapshot()
     torch.save({"MODEL_STATE": {}, "EPOCHS_RUN": 3}, "tutorial.pt")
+    torch.save({"args": ["--lr"]}, "other.pt")
     torch.save(Harmful(), "harmful.pt")
     Path("torn.pt").write_bytes(Path("checkpoint.pt").read_bytes()[:-100])
     Path("empty.pt").touch()
-    for name in ("tutorial.pt", "harmful.pt", "torn.pt", "empty.pt"):
+    for name in ("tutorial.pt", "other.pt", "harmful.pt", "torn.pt", "empty.pt"):
         line = refused(make, script, "--model", "mlp", path=name)
         assert line.startswith(f"{name} is not a snapshot of these scripts (")
     assert not Path("harm").exists()

@@ -23,8 +23,10 @@ TORCHRUN = "ddp_torchrun.py"
 def test_copies_are_waited_for_unless_memory_is_pinned(make, monkeypatch, script, type):
     module, trainer = make(script)
     trainer.args.device, seen, to = type, set(), torch.Tensor.to
-    for loader in (trainer.train_data, trainer.test_data):
-        loader.pin_memory = module.prepare_dataloader([0], 1, [0], trainer.args).pin_memory
+    data = module.prepare_dataloader([0], 1, [0], trainer.args)
+    model, device = inner(trainer), torch.device("cpu")
+    made = module.Trainer(model, data, data, trainer.optimizer, None, device, trainer.args)
+    trainer.pin_memory = made.pin_memory
 
     def traced(tensor: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         seen.add(kwargs.get("non_blocking"))

@@ -121,11 +121,11 @@ def test_a_stop_is_heard_in_short_epochs_and_between_long_steps(
 def test_the_ranks_ask_each_other_at_every_tenth_step_or_at_each_slow_one(make):
     """Ten slow ones may take longer than torchrun waits for a stop."""
     _, trainer = make("ddp_torchrun.py", "--batch-size", 2)
-    trainer.steps_between_questions = 1
-    for step, seconds, then in ((1, 0, 1), (2, 0.5, 10), (12, 9, 10), (22, 11, 1), (23, 2, 1)):
+    trainer.asked_at_step = 0
+    for step, seconds, then in ((1, 0, 2), (2, 0.5, 12), (12, 9, 22), (22, 11, 23), (23, 2, 24)):
         trainer.asked_at = time.perf_counter() - seconds
         trainer._agree_on_stopping(step)
-        assert trainer.steps_between_questions == then and not trainer.stopping
+        assert trainer.ask_at_step == then and not trainer.stopping
 
 
 @pytest.fixture
