@@ -1,53 +1,69 @@
 """How the ranks of two-process jobs end, a thousand times: with status 0, aborted or hanging.
 
-    python benchmarks/ends.py ddp_spawn.py 1000     or ddp_torchrun.py; under load
+    python benchmarks/ends.py ddp_spawn.py 1000         or ddp_torchrun.py, multinode.py; under load
+    python benchmarks/ends.py docs/your_loop.py 1000    or another program for torchrun
 
 A rank is forked from a process that has imported everything, so that it costs half a second. It
-trains two steps by the script's own main(), and then ends as every Python program does.
+trains a few steps by the program's own code, and then ends as every Python program does.
 """
 
 import collections
 import gc
-import importlib
 import os
 import shutil
 import signal
 import socket
 import sys
 import tempfile
+import types
 from pathlib import Path
-from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-import torch._dynamo  # what the first step would import
-import torch.multiprocessing as mp
+import torch._dynamo  # what making an optimizer would import
 
-from common.data import make_digits
+import common.data
+import ddp_torchrun  # noqa: F401, and with it what the other programs import
 
 
 def train(rank: int, port: int) -> None:
-    """As the script's launcher starts a rank. One that hangs is ended by SIGALRM, status -14."""
+    """As the program's launcher starts a rank. One that hangs is ended by SIGALRM, status -14."""
     signal.alarm(60)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank))
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", OMP_NUM_THREADS="1")
-    args = module.parse_args()
-    if script == "ddp_torchrun.py":
-        module.main(args)
-    else:
-        args.store, args.nproc_per_node = f"store{port}", 2
-        module.main(rank, args)
+    if late:
+        torch.optim.Optimizer.add_param_group = add_param_group
+    own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    if program.name != "ddp_spawn.py":
+        own |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        own |= {"LOCAL_RANK": str(rank)}
+    os.environ.update(own)
+    by_hand = "mp.spawn(" in source  # its main guard starts processes, of which this is one
+    module = types.ModuleType(program.stem if by_hand else "__main__")
+    sys.modules["program"] = module  # where it stays to the end
+    exec(compile(source, program, "exec"), vars(module))
+    if by_hand:
+        args = module.parse_args()
+        args.store, args.nproc_per_node = "store", 2
+        module.main(rank if program.name == "ddp_spawn.py" else 0, args)
 
 
-script, count = sys.argv[1], int(sys.argv[2])
+def add_param_group(optimizer: torch.optim.Optimizer, *args: object) -> None:
+    import torch.distributed.nn  # noqa: F401
+
+    original(optimizer, *args)
+
+
+program, count = Path(sys.argv[1]).resolve(), int(sys.argv[2])
+source = program.read_text()
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a forked process can use no GPU
 sys.argv[1:] = ["1", "--model", "mlp", "--batch-size", "10", "--device", "cpu"]
-folder = tempfile.mkdtemp()
-os.chdir(folder)
-module = importlib.import_module(script.removesuffix(".py"))
-data = make_digits(40, 0), make_digits(10, 1)
-module.load_dataset = lambda *_: data
-mp.parent_process = lambda: SimpleNamespace(is_alive=lambda: True)
+data = common.data.make_digits(40, 0), common.data.make_digits(10, 1)
+common.data.load_dataset = lambda *_: data
+# torch imports this, too, when an optimizer is made, and its functions keep the process group that
+# is there by then. So each rank imports it anew, at that moment or where the program does.
+late = sys.modules.pop("torch.distributed.nn", None)
+sys.modules.pop("torch.distributed.nn.functional", None)
+original = torch.optim.Optimizer.add_param_group
 torch.set_num_threads(1)
 gc.freeze()  # or a garbage collection in a rank copies all that torch is made of
 ended = collections.Counter()
@@ -55,15 +71,22 @@ for job in range(count):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
+    folder = tempfile.mkdtemp()
+    os.chdir(folder)
     pids = []
     for rank in range(2):
         pid = os.fork()
         if not pid:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            os.dup2(os.open(f"output{rank}", os.O_WRONLY | os.O_CREAT), 1)
+            os.dup2(1, 2)
             train(rank, port)
             sys.exit()  # through everything that Python does at its end
         pids.append(pid)
-    ended.update(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids)
+    for rank, pid in enumerate(pids):
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        ended[status] += 1
+        if status:
+            print(Path(f"output{rank}").read_text(), file=sys.stderr)
+    shutil.rmtree(folder)
     if (job + 1) % 100 == 0 or job + 1 == count:
-        print(f"torch {torch.__version__}, {script}: {dict(ended)}", flush=True)
-shutil.rmtree(folder)
+        print(f"torch {torch.__version__}, {program.name}: {dict(ended)}", flush=True)

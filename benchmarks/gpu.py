@@ -1,6 +1,6 @@
 """For whoever has a machine with GPUs: one command, and one report to paste into an issue.
 
-    python benchmarks/gpu.py > report.md        all parts, an hour or a little more
+    python benchmarks/gpu.py > report.md        all parts, an hour and a half
     python benchmarks/gpu.py --part 2           one of them, up to 8 minutes; --help lists them
     python benchmarks/gpu.py --rehearse         with little data, also on a CPU: does it work?
 
@@ -12,8 +12,11 @@ import argparse
 import itertools
 import os
 import re
+import shutil
 import signal
+import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 import traceback
@@ -30,9 +33,17 @@ from run import CONTESTANTS, HERE, PEER, ROOT, Case, Contestant
 
 MODELS = {"mlp": (28, 61_440), "resnet18": (32, 12_288), "vit": (32, 12_288)}  # image size, samples
 OURS = "ddp_torchrun.py"
-VARIANTS = {
-    f"{OURS} --amp bf16": Contestant("torchrun", OURS, ("--amp", "bf16")),
+OPTIONS = {
+    f"{OURS} --amp": Contestant("torchrun", OURS, ("--amp",)),
     f"{OURS} --compile": Contestant("torchrun", OURS, ("--compile",)),
+}
+SWITCHES = {
+    f"{OURS}, TF32": Contestant("torchrun", OURS, switches=("--tf32",)),
+    f"{OURS}, channels_last": Contestant("torchrun", OURS, switches=("--channels-last",)),
+    f"{OURS}, fused=True": Contestant("torchrun", OURS, switches=("--fused",)),
+    f"{OURS} --num-workers 4": Contestant("torchrun", OURS, ("--num-workers", "4")),
+}
+PEERS = {
     "tutorial, our data": Contestant("torchrun", PEER, harness.OURS),
     "Fabric, our data": Contestant("torchrun", PEER, (*harness.FABRIC, *harness.OURS)),
     "Accelerate, our data": Contestant("torchrun", PEER, (*harness.ACCELERATE, *harness.OURS)),
@@ -49,14 +60,14 @@ def main() -> None:
     args = parser.parse_args()
     found = torch.accelerator.current_accelerator(check_available=True)
     if not found and not args.rehearse:
-        sys.exit("error: benchmarks/gpu.py needs a GPU, and torch finds none here")
+        sys.exit(f"error: benchmarks/gpu.py needs a GPU, and torch finds none here: {no_gpu()}")
     args.device = found.type if found else "cpu"
     args.count = torch.accelerator.device_count() if found else 2  # processes on a CPU
     args.torchrun = f"-m torch.distributed.run --standalone --nproc_per_node={args.count}".split()
     for signum in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) is not signal.SIG_IGN:  # as nohup leaves SIGHUP
             signal.signal(signum, lambda *_: sys.exit("stopped"))  # and end the jobs on the way
-    print("\n".join(machine(args)), flush=True)
+    print("\n".join([*machine(args), "", *left_out(args)]), flush=True)
     failed = []
     for number in [args.part] if args.part else PARTS:
         title, part, *more = PARTS[number]
@@ -75,6 +86,36 @@ def main() -> None:
         sys.exit(f"failed: part {', '.join(failed)}")
 
 
+def no_gpu() -> str:
+    """torch's own reason, for instance that the driver is too old for it."""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return str(error).splitlines()[0]
+    return "it gives no reason"
+
+
+def left_out(args: argparse.Namespace) -> list[str]:
+    """What of the report will be missing here, and why. It ends this if a device does not work."""
+    if args.device != "cpu":  # in a process of its own, because this one shall not use their memory
+        code = f"import torch\nfor n in range({args.count}): "
+        code += f"torch.ones(9, device=f'{args.device}:{{n}}').sum().item()"
+        tried = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        if tried.returncode:
+            sys.exit(f"error: a sum on each device fails: {error_line(tried.stderr)}")
+    variable, *names = ("CXX", "g++") if args.device == "cpu" else ("CC", "gcc", "clang")
+    needed = {
+        " or ".join(names): any(map(shutil.which, (os.environ.get(variable, ""), *names))),
+        "Python.h": Path(sysconfig.get_path("include"), "Python.h").is_file(),
+    }
+    missing = [name for name, there in needed.items() if not there]
+    args.compiles = not missing
+    lines = [f"- `--compile` is left out, because there is no {name}." for name in missing]
+    if args.count == 1:
+        lines.append("- What needs two devices is left out, because there is one.")
+    return lines or ["Nothing is left out."]
+
+
 def machine(args: argparse.Namespace) -> list[str]:
     rows = harness.machine()
     if args.device == "cuda":
@@ -86,17 +127,29 @@ def machine(args: argparse.Namespace) -> list[str]:
 
 
 def tests(args: argparse.Namespace, folder: Path) -> Section:
-    words = [sys.executable, "-m", "pytest", "-m", "gpu", "-n", "0", "-rs", "--session-timeout=330"]
+    words = [sys.executable, "-m", "pytest", "-m", "gpu", "-n", "0", "-rs", "--session-timeout=600"]
     job = Job([*words, str(ROOT / "tests")], folder, {"TMPDIR": str(folder)})
-    return ["```", *job.finish(seconds=450).strip().splitlines()[-40:], "```"], True
+    return ["```", *job.finish(seconds=660).strip().splitlines()[-40:], "```"], True
 
 
 def speed(args: argparse.Namespace, folder: Path, model: str, several: bool) -> Section:
     if several and args.count < 2:
         return ["Skipped: it needs two devices, and there is one."], True
     count, bound = (args.count, report.TOGETHER) if several else (1, report.ALONE)
-    names = (OURS, *VARIANTS, *(() if several else ("single_gpu.py", "tutorial")), bound)
-    CONTESTANTS.update(VARIANTS)
+    one = () if several else ("single_gpu.py", "tutorial")
+    return rates(args, folder, model, count, (OURS, *OPTIONS, *PEERS, *one), bound)
+
+
+def options(args: argparse.Namespace, folder: Path, model: str) -> Section:
+    return rates(args, folder, model, args.count, (*OPTIONS, *SWITCHES), OURS)
+
+
+def rates(
+    args: argparse.Namespace, folder: Path, model: str, count: int, names: tuple, bound: str
+) -> Section:
+    """A row for each contestant, and what its rate is of that of `bound`."""
+    names = (*(name for name in names if args.compiles or "--compile" not in name), bound)
+    CONTESTANTS.update(OPTIONS | SWITCHES | PEERS)
     size, samples = MODELS[model]
     batches, samples = ((4,), 32) if args.rehearse else ((32, 256), count * samples)
     data = idx_files(folder, samples, samples // 8, size=size)
@@ -129,22 +182,27 @@ def start(args: argparse.Namespace, folder: Path, *words: object) -> Job:
 
 
 def waits(args: argparse.Namespace, folder: Path) -> Section:
-    programs = (HERE / "vit.py", HERE / "gaps.py", ROOT / OURS)
     batch, steps = (4, 4) if args.rehearse else (32, 40)
     lines, good = [], True
-    for options, model in itertools.product(((), ("--amp", "bf16"), ("--compile",)), MODELS):
+    kinds = [((), ()), ((), ("--amp",)), (("--tf32",), ()), (("--channels-last",), ())]
+    kinds += [((), ("--compile",))] if args.compiles else []
+    for (switches, options), model in itertools.product(kinds, MODELS):
+        only = "resnet18" if "--channels-last" in switches else "mlp"  # it has convolutions
+        if model != only and (args.rehearse or only == "resnet18"):
+            continue
         samples = batch * args.count * steps
         data = idx_files(folder / model, samples, 100, size=MODELS[model][0])
         more = ("--model", model, "--dataset", "fashion-mnist", "--data-dir", data, *options)
         more += ("--batch-size", batch)
+        programs = (HERE / "vit.py", *switches, HERE / "gaps.py", ROOT / OURS)
         job = start(args, folder, *args.torchrun, *programs, *more)
         try:
-            text = job.finish(seconds=max(1, args.until - time.monotonic()))
+            text = job.finish(seconds=max(1, int(args.until - time.monotonic())))
             found = text.split("Trace | ")[1].split("\n")[0]
         except FAILURES as error:
             found = error_line(str(error))
             good = good and found.startswith("not done")
-        lines.append(f"- {' '.join((model, *options))}: {found}")
+        lines.append(f"- {' '.join((model, *switches, *options))}: {found}")
     return lines, good
 
 
@@ -198,8 +256,10 @@ PARTS = {
     5: ("MLP on all devices", speed, "mlp", True),
     6: ("ResNet-18 on all devices", speed, "resnet18", True),
     7: ("a small transformer on all devices", speed, "vit", True),
-    8: ("does the device wait for the host, and how much memory is used?", waits),
-    9: ("a stop, a kill and a restart", ends),
+    8: ("what options bring to ResNet-18 on all devices", options, "resnet18"),
+    9: ("what options bring to a small transformer on all devices", options, "vit"),
+    10: ("does the device wait for the host, and how much memory is used?", waits),
+    11: ("a stop, a kill and a restart", ends),
 }
 
 if __name__ == "__main__":

@@ -59,6 +59,7 @@ class Contestant:
     options: tuple[str, ...] = ()
     one_thread: bool = False  # OMP_NUM_THREADS=1
     processes: int | None = None  # not as many as the case has
+    switches: tuple[str, ...] = ()  # of vit.py
 
 
 PEER, BOUND = "benchmarks/peers.py", "benchmarks/upper_bound.py"
@@ -143,8 +144,8 @@ def environment(contestant: Contestant, case: Case) -> dict[str, str]:
 def command(contestant: Contestant, case: Case, data: Path) -> list[str]:
     count = contestant.processes or case.processes
     program = ROOT / contestant.program
-    words = [str(HERE / "vit.py")] if case.model == "vit" else []  # runs the program
-    words += [str(program)]
+    runner = [str(HERE / "vit.py"), *contestant.switches]
+    words = [*(runner if case.model == "vit" or contestant.switches else []), str(program)]
     options = ["--batch-size", str(case.batch), "--dataset", "fashion-mnist", "--data-dir"]
     options += [str(data), "--model", case.model, *contestant.options]
     if contestant.program.startswith("benchmarks/"):
