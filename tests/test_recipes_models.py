@@ -15,6 +15,8 @@ from helpers.jobs import ROOT, epochs
 from helpers.ranks import train
 from torch import nn
 
+from common.data import make_digits
+
 PAGE = (ROOT / "docs" / "recipes_models.md").read_text()
 RECIPES = dict(re.findall(r"```diff (\w+)\n(.*?)```", PAGE, re.S))
 WOOD = "How much wood would a woodchuck chuck? " * 88  # of 64 bytes 48 blocks to learn, and 5
@@ -42,11 +44,11 @@ def test_every_recipe_is_applied_here():
 
 @pytest.fixture
 def script(tmp_path):
-    """script(recipe, *diffs) -> the path of ddp_torchrun.py with these changes."""
+    """script(recipe, *diffs) -> the path of ddp_torchrun.py with these changes, the recipe last."""
 
     def script(recipe: str, *diffs: str) -> Path:
         text = (ROOT / "ddp_torchrun.py").read_text()
-        for diff in (RECIPES.get(recipe, recipe), *diffs):
+        for diff in (*diffs, RECIPES.get(recipe, recipe)):
             text = patched(text, diff)
         folder = tmp_path / f"script{len([*tmp_path.glob('script*')])}"
         folder.mkdir()
@@ -65,17 +67,24 @@ def resumed(script, tmp_path):
     """
 
     def resumed(
-        recipe: str, *diffs: str, arguments: tuple = SMALL, tolerance: float = 1e-12
+        recipe: str,
+        *diffs: str,
+        arguments: tuple = SMALL,
+        processes: int = 1,
+        tolerance: float = 1e-12,
     ) -> tuple:
         whole = script(recipe, *diffs)
         two = (2, 2, "--batch-size", 8, *arguments)
         text = train(tmp_path, script(recipe, *diffs, STOP), *two, dtype="float64")
         assert "Epoch 1 | Stopped at sample 16, saved" in text
         train(tmp_path, whole, *two, "--resume", dtype="float64")
-        one = (1, 2, "--batch-size", 16, "--snapshot-path", "whole.pt", *arguments)
-        text = train(tmp_path, whole, *one, dtype="float64")
+        one = (processes, 2, "--batch-size", 16 // processes, "--snapshot-path", "whole.pt")
+        text = train(tmp_path, whole, *one, *arguments, dtype="float64")
         runs = [load(tmp_path / name) for name in ("whole.pt", "checkpoint.pt")]
-        assert runs[0].pop("args") != runs[1].pop("args")
+        for snapshot in runs:
+            del snapshot["args"]
+            for group in snapshot["optimizer"]["param_groups"]:
+                group.pop("line_search_fn", None)  # of LBFGS: assert_close() compares no strings
         torch.testing.assert_close(*runs, rtol=0, atol=tolerance)
         return runs[0], text
 
@@ -156,3 +165,231 @@ def test_gpt_does_not_look_ahead(apply, text):
         with torch.no_grad():
             equal = torch.isclose(model(tokens), model(changed), atol=1e-5).all(dim=1)[0]
         assert equal.tolist() == 40 * [True] + 24 * [False]
+
+
+def test_contrastive_loss_is_that_of_one_large_batch(resumed, apply):
+    module, _ = apply("contrastive", 1, *SMALL)
+    views = torch.randn(8, 16, dtype=torch.float64)  # four images
+    first, second = views.chunk(2)
+    scores = 10 * F.cosine_similarity(first[:, None], second[None], dim=2)
+    loss = module.contrastive_loss(views)
+    assert loss.item() == pytest.approx(-scores.log_softmax(dim=1).diag().mean().item())
+    # Without random numbers, of which each rank draws its own, but with two views that differ.
+    edited = RECIPES["contrastive"].replace("views + torch.randn_like(views)", "views")
+    edited = edited.replace("[source, source]", "[source, source.flip(3)]")
+    _, printed = resumed(edited, DIGITS)
+    assert "| Train loss: " in printed and "Test loss" not in printed
+
+
+NORM = """@@ a model with statistics, of which each rank has its own
+-    model = build_model(args.model, train_set[0][0].shape).to(device)  # load your model
++    model = nn.Sequential(nn.Flatten(), nn.Linear(784, 10), nn.BatchNorm1d(10))
+"""
+
+
+def test_the_average_is_evaluated_and_resumed(resumed, apply):
+    edited = RECIPES["ema"].replace("0.999", "0.9")
+    snapshot, printed = resumed(edited, DIGITS, NORM, processes=2)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(784, 10), nn.BatchNorm1d(10)).double().eval()
+    images = make_digits(10, 1)
+    inputs, targets = (images.images - 255 * 0.15) / (255 * 0.20), images.targets
+    for prefix, weights, same in (("module.", "ema", True), ("", "model", False)):
+        weights = {name.removeprefix(prefix): values for name, values in snapshot[weights].items()}
+        weights.pop("n_averaged", None)
+        model.load_state_dict(weights)
+        loss = F.cross_entropy(model(inputs.double()), targets).item()
+        assert (epochs(printed)[-1]["test_loss"] == pytest.approx(loss, abs=1e-4)) == same
+
+
+def test_the_average_after_each_step(apply):
+    _, trainer = apply(RECIPES["ema"].replace("0.999", "0.9"), 1, *SMALL, "--batch-size", 8)
+    average, steps = None, 0
+
+    def look(*_: object) -> None:
+        nonlocal average, steps
+        weights = nn.utils.parameters_to_vector(trainer.model.parameters()).detach()
+        average = weights if average is None else 0.9 * average + 0.1 * weights
+        steps += 1
+
+    trainer.optimizer.register_step_post_hook(look)
+    trainer._run_epoch(0)
+    vector = nn.utils.parameters_to_vector
+    torch.testing.assert_close(vector(trainer.ema.parameters()), average)
+    last = vector(trainer.model.parameters())
+    assert steps == 5 and not torch.allclose(average, last, atol=1e-4)
+
+
+RARE = """@@ eight of class 1, and 72 of class 0
+ load_dataset = lambda *_: (make_digits(80, 0), make_digits(10, 1))
++data = load_dataset()
++for part in data:
++    part.targets = (part.targets == 3).long()
++load_dataset = lambda *_: data
+"""
+
+
+def shares(module: ModuleType, size: int, epoch: int, seen: int = 0, **more: object) -> list:
+    """What two ranks' samplers give in this epoch after so many samples of both."""
+    found = []
+    for rank in range(2):
+        sampler = module.ShardOfTheRest(range(size), num_replicas=2, rank=rank, seed=7)
+        vars(sampler).update(more)
+        sampler.set_epoch(epoch, seen)
+        found.append([*sampler])
+        assert len(found[-1]) == len(sampler)
+    return found
+
+
+def test_rare_classes_are_drawn_as_often_as_others(resumed, apply):
+    resumed("rare", DIGITS, RARE)
+    module, trainer = apply("rare", 1, *SMALL)
+    assert trainer.train_data.sampler.weights.tolist() == 40 * [0.25]  # four of each digit
+    classes = torch.arange(1001) % 10 == 0  # 101 of 1,001
+    weights = 1 / classes.long().bincount()[classes.long()]
+    one, other = shares(module, 1001, 3, weights=weights)
+    assert len(one) == len(other) == 501 and one != other
+    assert 450 < classes[one + other].sum() < 550
+    assert shares(module, 1001, 3, 100, weights=weights) == [one[50:], other[50:]]
+    assert shares(module, 1001, 4, weights=weights) != [one, other]
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """The arguments to train on 80 texts of unequal lengths."""
+    lines = [f"{n % 2}\t{'ab'[n % 2] * (3 + n * n % 37)}c\n" for n in range(80)]
+    (tmp_path / "train.txt").write_text("".join(lines))
+    (tmp_path / "val.txt").write_text("".join(lines[:9]))
+    return "--data-dir", ".", "--lr", 1
+
+
+def test_batches_of_like_lengths(resumed, apply, texts):
+    (recipe,) = re.findall(
+        r"```diff text\n(.*?)```", (ROOT / "docs" / "recipes.md").read_text(), re.S
+    )
+    resumed("lengths", recipe, arguments=texts)
+    module, trainer = apply("lengths", 1, *texts, diffs=(recipe,))
+    assert trainer.train_data.sampler.lengths == [4 + n * n % 37 for n in range(80)]
+    lengths = [n * n % 997 for n in range(1001)]
+    more = {"lengths": lengths, "batch_size": 10}
+    both = one, other = shares(module, 1001, 3, **more)
+    assert len(one) == len(other) == 501 and {*one, *other} == {*range(1001)}
+    spread = []
+    for first in range(0, 500, 10):
+        batch = [lengths[index] for share in both for index in share[first : first + 10]]
+        spread.append(max(batch) - min(batch))
+    assert max(spread) < 50 and one != sorted(one, key=lengths.__getitem__)  # of 997
+    assert shares(module, 1001, 3, 100, **more) == [one[50:], other[50:]]
+    assert shares(module, 1001, 4, **more) != [one, other]
+
+
+def test_both_models_of_a_gan_are_those_of_one_process_and_are_resumed(resumed):
+    edited = re.sub(
+        r"torch.randn\(len\(real\), 64, .*?\)", "real.flatten(1)[:, :64]", RECIPES["gan"]
+    )
+    snapshot, printed = resumed(edited, DIGITS, arguments=("--lr", 0.001), tolerance=1e-9)
+    sizes = [len(snapshot[name]["state"]) for name in ("optimizer", "critic_optimizer")]
+    assert sizes == [4, 6]
+    found = re.findall(r"Critic loss: (\S+) \| Generator loss: (\S+)", printed)
+    assert len(found) == 2 and all(0.01 < float(loss) < 5 for pair in found for loss in pair)
+
+
+PAIRS = """@@ pairs of digits, and a model that compares them
++class Pairs(Dataset):
++    def __init__(self, images):
++        self.images = images
++
++    def __len__(self):
++        return len(self.images)
++
++    def __getitem__(self, index):
++        (left, one), (right, other) = self.images[index], self.images[index // 7]
++        return {"left": left, "right": right}, int(one == other)
++
++
++class Siamese(nn.Module):
++    def __init__(self):
++        super().__init__()
++        self.encoder, self.head = nn.Linear(784, 8), nn.Linear(8, 2)
++
++    def forward(self, left, right):
++        left, right = self.encoder(torch.cat([left, right]).flatten(1)).chunk(2)
++        return self.head(left - right)
++
++
+ class Trainer:
+@@ load_train_objs
+-    train_set, test_set = load_dataset(args.dataset, args.data_dir)  # load your dataset
++    train_set, test_set = map(Pairs, load_dataset(args.dataset, args.data_dir))
+@@ load_train_objs
+-    model = build_model(args.model, train_set[0][0].shape).to(device)  # load your model
++    model = Siamese().to(device)
+"""
+
+
+def test_inputs_that_are_dicts_and_pairs(resumed):
+    dicts, printed = resumed("dicts", DIGITS, PAIRS)
+    edited = RECIPES["dicts"].replace("source.items()", "enumerate(source)")
+    edited = edited.replace("(**source)", "(*source)")
+    pairs, _ = resumed(
+        edited, DIGITS, PAIRS.replace('{"left": left, "right": right}', "(left, right)")
+    )
+    torch.testing.assert_close(pairs, dicts, rtol=0, atol=0)
+    assert len(epochs(printed)) == 2
+
+
+def test_predictions_come_once_and_in_order(resumed, script, tmp_path):
+    """Also from a snapshot of a finished run."""
+    file = tmp_path / "predictions.csv"
+    resumed("predictions", DIGITS, arguments=(*SMALL, "--lr", 0.01))
+    one = file.read_text()
+    images = make_digits(10, 1)
+    inputs = (images.images - 255 * 0.15) / (255 * 0.20)
+    weights = [*load(tmp_path / "whole.pt")["model"].values()]
+    hidden = F.relu(F.linear(inputs.double().flatten(1), *weights[:2]))
+    scores = F.linear(F.relu(F.linear(hidden, *weights[2:4])), *weights[4:])
+    found = scores.argmax(dim=1).tolist()
+    assert one == "".join(f"{n},{name}\n" for n, name in enumerate(found)) and len({*found}) > 2
+    for processes in (2, 3):  # and batches of three
+        file.unlink()
+        options = (2, "--resume", "--test-batch-size", 3, *SMALL, "--lr", 0.01)
+        train(tmp_path, script("predictions", DIGITS), processes, *options, dtype="float64")
+        assert file.read_text() == one
+
+
+def test_zero_is_resumed_to_the_weights_of_sgd(resumed, script, tmp_path):
+    snapshot, _ = resumed("zero", DIGITS)
+    options = (2, *SMALL, "--batch-size", 16)
+    train(tmp_path, script("", DIGITS), 1, *options, dtype="float64")
+    plain = load(tmp_path / "checkpoint.pt")
+    for part in ("model", "optimizer"):
+        torch.testing.assert_close(snapshot[part], plain[part], rtol=0, atol=1e-12)
+
+
+LINEAR = """@@ a small model
+-    model = build_model(args.model, train_set[0][0].shape).to(device)  # load your model
++    model = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
+"""
+
+
+def test_lbfgs(resumed):
+    _, printed = resumed("lbfgs", DIGITS, LINEAR, arguments=("--lr", 1), processes=2)
+    first, last = epochs(printed)
+    assert last["train_loss"] < first["train_loss"]
+
+
+SUMS = """@@ each rank's weights at the end
+     trainer.train(args.total_epochs)
++    log(f"sum {sum(weights.sum().item() for weights in model.parameters())!r}", every_rank=True)
+"""
+
+
+def test_noise_is_the_same_on_all_ranks(resumed, script, tmp_path):
+    resumed("sgld", DIGITS, arguments=SMALL)
+    sums = []
+    for edit in ("self.generator", "None"):
+        changed = RECIPES["sgld"].replace("generator=self.generator", f"generator={edit}")
+        text = train(tmp_path, script(changed, DIGITS, SUMS), 2, 1, *SMALL)
+        sums.append(re.findall("^sum (.*)$", text, re.M))
+    (one, other), (wrong, wronger) = sums
+    assert one == other and abs(float(wrong) - float(wronger)) > 0.1
+    print(sums)
