@@ -29,7 +29,7 @@ import run as harness
 import torch
 from helpers.files import idx_files
 from helpers.jobs import Job
-from run import CONTESTANTS, HERE, PEER, ROOT, Case, Contestant
+from run import HERE, PEER, ROOT, Case, Contestant
 
 MODELS = {"mlp": (28, 61_440), "resnet18": (32, 12_288), "vit": (32, 12_288)}  # image size, samples
 OURS = "ddp_torchrun.py"
@@ -149,7 +149,7 @@ def rates(
 ) -> Section:
     """A row for each contestant, and what its rate is of that of `bound`."""
     names = (*(name for name in names if args.compiles or "--compile" not in name), bound)
-    CONTESTANTS.update(OPTIONS | SWITCHES | PEERS)
+    harness.CONTESTANTS.update(OPTIONS | SWITCHES | PEERS)
     size, samples = MODELS[model]
     batches, samples = ((4,), 32) if args.rehearse else ((32, 256), count * samples)
     data = idx_files(folder, samples, samples // 8, size=size)
@@ -177,7 +177,7 @@ def error_line(text: str) -> str:
 
 
 def start(args: argparse.Namespace, folder: Path, *words: object) -> Job:
-    env = harness.environment(CONTESTANTS[OURS], Case(32, 1, (), device=args.device))
+    env = harness.environment(harness.CONTESTANTS[OURS], Case(32, 1, (), device=args.device))
     return Job([sys.executable, *map(str, words), "--device", args.device], folder, env)
 
 

@@ -1,16 +1,21 @@
 """benchmarks/: it measures, ratios are those of a round, and the page is that of its figures."""
 
+import argparse
 import json
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import gaps
 import gpu
 import pytest
 import report
 import run as harness
+import torch
+from helpers.jobs import ROOT, SCRIPTS
 
 THREE_EPOCHS = """\
 import time
@@ -119,8 +124,70 @@ def test_the_committed_page_is_that_of_the_committed_figures():
 
 
 def test_without_a_gpu_there_is_one_sentence(start):
+    """With torch's reason, because torch only warns of a driver that is too old."""
     text = start("benchmarks/gpu.py").finish(1)
-    assert text == "error: benchmarks/gpu.py needs a GPU, and torch finds none here\n"
+    said = "error: benchmarks/gpu.py needs a GPU, and torch finds none here: "
+    with pytest.raises((RuntimeError, AssertionError)) as caught:
+        torch.cuda.init()
+    assert text == f"{said}{str(caught.value).splitlines()[0]}\n"
+
+
+def test_what_a_machine_lacks_is_said_and_left_out(monkeypatch, tmp_path):
+    args = argparse.Namespace(device="cpu", count=2, rehearse=True, until=time.monotonic() + 9)
+    ran = []
+
+    def run_one(case, name, *_, **limits):
+        ran.append(name)
+        return {"case": case.key, "contestant": name, "round": 0, "rate": 1}
+
+    def start(args, folder, *words):
+        ran.append(" ".join(map(str, words)))
+        return SimpleNamespace(finish=lambda seconds: "Trace | fine\n")
+
+    monkeypatch.setattr(harness, "run_one", run_one)
+    monkeypatch.setattr(gpu, "start", start)
+    monkeypatch.setattr(harness, "CONTESTANTS", {**harness.CONTESTANTS})
+    args.torchrun = ()
+    for there in (True, False):
+        if not there:
+            monkeypatch.setattr("shutil.which", lambda _: None)
+            monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
+            args.count = 1
+        lines = gpu.left_out(args)
+        table = gpu.options(args, tmp_path / f"data{there}", "mlp")[0]
+        gpu.waits(args, tmp_path / f"data{there}")
+        assert any("--compile" in what for what in ran) is there
+        assert any("--amp" in what for what in ran) and "| ddp_torchrun.py | 1 |" in table
+        assert "| ddp_torchrun.py, TF32 | 1 (1.00) |" in table  # of the script's own
+        ran.clear()
+    assert lines == [
+        "- `--compile` is left out, because there is no g++.",
+        "- `--compile` is left out, because there is no Python.h.",
+        "- What needs two devices is left out, because there is one.",
+    ]
+    # Without a driver or a GPU that serves, it is over.
+    with pytest.raises(SystemExit, match=r"^error: a sum on each device fails: \w+Error: "):
+        gpu.left_out(argparse.Namespace(device="cuda", count=1))
+
+
+def test_the_switches_of_what_no_script_has(tmp_path):
+    program = """
+from common.model import MODELS, build_model
+layout = max(build_model("lenet", (3, 32, 32)).parameters(), key=torch.Tensor.dim)
+layout = layout.is_contiguous(memory_format=torch.channels_last)
+fused = torch.optim.SGD([torch.ones(1)], lr=1).defaults["fused"]
+print(*sys.argv[1:], torch.get_float32_matmul_precision(), layout, bool(fused), "vit" in MODELS)
+"""
+    (tmp_path / "program.py").write_text(f"import sys\nimport torch\n{program}")
+    for switches, model, said in (
+        (("--tf32", "--fused"), "mlp", "high False True True"),
+        (("--channels-last",), "mlp", "highest True False True"),
+        ((), "vit", "highest False False True"),
+    ):
+        contestant = harness.Contestant("python", f"{tmp_path}/program.py", switches=switches)
+        words = harness.command(contestant, harness.Case(4, 1, (), model=model), tmp_path)
+        words = [*words[: words.index("1000")], "--tf32"]  # an option of the program
+        assert subprocess.check_output(words, text=True) == f"--tf32 {said}\n"
 
 
 def test_the_error_of_a_contestant():
@@ -160,8 +227,9 @@ def test_a_part_that_breaks_is_in_the_report_and_the_others_go_on(rehearse, monk
 @pytest.mark.slow("three jobs with a transformer")
 def test_the_gpu_report_has_rates(rehearse, monkeypatch):
     name = "tutorial, our data"
-    monkeypatch.setitem(harness.CONTESTANTS, name, gpu.VARIANTS[name])  # and undone
-    monkeypatch.setattr(gpu, "VARIANTS", {name: gpu.VARIANTS[name]})
+    monkeypatch.setattr(harness, "CONTESTANTS", {**harness.CONTESTANTS})
+    monkeypatch.setattr(gpu, "OPTIONS", {})
+    monkeypatch.setattr(gpu, "PEERS", {name: gpu.PEERS[name]})
     text = rehearse(7)
     for name in ("ddp_torchrun.py", "tutorial, our data", report.TOGETHER):
         assert re.search(rf"^\| {re.escape(name)} \| \d+", text, re.M), text
@@ -170,26 +238,60 @@ def test_the_gpu_report_has_rates(rehearse, monkeypatch):
 
 @pytest.mark.slow("four jobs that are stopped or killed")
 def test_the_gpu_report_has_the_seconds_of_a_stop_and_a_restart(rehearse):
-    assert len(re.findall(r"^\| .* \| \d+\.\d \|$", rehearse(9), re.M)) == 7
+    assert len(re.findall(r"^\| .* \| \d+\.\d \|$", rehearse(11), re.M)) == 7
 
 
 def test_gaps_and_waits_in_a_trace():
     def event(cat: str, name: str, ts: float, dur: float) -> dict:
         return {"cat": cat, "name": name, "ts": ts, "dur": dur}
 
-    spans = ((100, 50), (120, 10), (200, 100), (310, 10), (430, 70), (550, 50))
+    spans = ((100, 50), (120, 10), (200, 100), (310, 10), (430, 70), (580, 20))
     events = [event("kernel", "gemm", *span) for span in spans]
     events += [event("gpu_memcpy", "copy", 330, 70), {"ph": "M", "name": "process_name"}]
-    events += [event("gpu_user_annotation", "Optimizer.step#SGD.step", 200, 100)]
-    events += [event("gpu_user_annotation", "DistributedDataParallel.forward", 430, 70)]
+    for begin, end in ((100, 150), (200, 300), (430, 500), (580, 600)):
+        events += [event("gpu_user_annotation", "DistributedDataParallel.forward", begin, 9)]
+        events += [event("gpu_user_annotation", "Optimizer.step#SGD.step", end - 9, 9)]
+    events += [event("gpu_user_annotation", gaps.QUESTION, 510, 1)]
+    events += [event("user_annotation", gaps.QUESTION, 301, 1)]  # of the host
     events += [event("cuda_runtime", "cudaStreamSynchronize", 0, 1)]
-    # Idle from 150 to 200, 500 to 550, and between the steps 300 to 310, 320 to 330, 400 to 430.
-    assert gaps.summary(events, steps=2) == [
-        "under the profiler 0.25",
-        "device busy 70%",
-        "1.5 gaps over 10 us a step",
-        "idle between steps 0.050 ms",
-        "0.50 calls a step that wait for the device",
+    # All idle time is between steps: 150 to 200, 300 to 310, 320 to 330, 400 to 430, 500 to 580.
+    assert gaps.summary(events, steps=4) == [
+        "under the profiler 0.12",
+        "device busy 64%",
+        "0.8 gaps over 10 us a step",
+        "idle between steps 0.060 ms (0.080 where the ranks ask whether to stop)",
+        "0.25 calls a step that wait for the device",
     ]
     assert gaps.summary(events[6:7], 1)[1] == "device busy 100%"
     assert gaps.summary(events[-1:], 1) == ["the profiler saw no kernel"]
+
+
+@pytest.mark.slow("two epochs and one under the profiler")
+def test_gaps_without_a_device(run, fashion):
+    options = ("--model", "mlp", "--batch-size", 8, "--accumulate", 2, *fashion(64, 10))
+    text = run("benchmarks/gaps.py", ROOT / "ddp_torchrun.py", *options)
+    said = (
+        r"^Trace \| \d+\.\d\d ms a step, the profiler saw no kernel, set_seed\(\) \d+ us an epoch\n"
+    )
+    assert re.search(said, text), text
+    assert "Training checkpoint" not in text and text.count(" | Steps: 4\n") == 3
+
+
+@pytest.mark.slow("ranks of whole jobs")
+@pytest.mark.parametrize("program", [*SCRIPTS[2:], "docs/your_loop.py"])
+def test_how_ranks_end_is_counted(run, program):
+    text = run("benchmarks/ends.py", ROOT / program, 2)
+    assert text == f"torch {torch.__version__}, {Path(program).name}: {{0: 4}}\n"
+
+
+@pytest.mark.slow("imports what a first step imports")
+def test_a_rank_imports_what_keeps_the_group_when_torch_would(run, tmp_path):
+    (tmp_path / "output-own.py").write_text("""
+import os, sys, torch
+before = "torch.distributed.nn" in sys.modules
+torch.optim.SGD([torch.ones(1)], lr=1)
+print(before, "torch.distributed.nn" in sys.modules)
+sys.exit(3 * int(os.environ["RANK"]))
+""")
+    text = run("benchmarks/ends.py", tmp_path / "output-own.py", 1)
+    assert "False True\n" in text and text.endswith("output-own.py: {0: 1, 3: 1}\n")

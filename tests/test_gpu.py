@@ -51,7 +51,9 @@ def test_trains_on_all_devices(run, launch, batch_size):
 
 @no_ddp
 def test_data_parallel_and_ddp_agree_with_one_device(run, tmp_path, fashion, double):
-    common, size = (2, *fashion(840, 10)), each * count  # 840 divides by 1 to 8 devices
+    # So many that all ranks have as many, or some would repeat samples. Each epoch's last batch is
+    # short: one sample for each rank, where it has more in the others.
+    common, size = (2, *fashion(count * (26 * each + 1), 10)), each * count
     run("single_gpu.py", *common, "--batch-size", size, "--snapshot-path", "one.pt", **double)
     scripts = {"data_parallel.py": each * count} if kind == "cuda" else {}
     for script, size in {**scripts, "ddp_spawn.py": each}.items():
@@ -65,19 +67,17 @@ def test_data_parallel_and_ddp_agree_with_one_device(run, tmp_path, fashion, dou
     [
         pytest.param("data_parallel.py", (), marks=(cuda, two_devices)),  # dropout of each device
         ("ddp_spawn.py", ("--batch-size", 16, "--nproc-per-node", min(2, max(1, count)))),
-        (TORCHRUN.format(1), ("--amp", "fp16")),
+        (TORCHRUN.format(1), ("--amp",)),
     ],
 )
 def test_resume_is_exact_with_deterministic_kernels(run, tmp_path, launch, options):
-    """And with the scale that fp16 had found. With more than two processes it is to rounding."""
+    """With more than two processes it is to rounding."""
     options += ("--model", "convnet", "--deterministic")
     text = run(launch, 2, *options, "--snapshot-path", "whole.pt")
     assert epochs(text)[-1]["accuracy"] > 90
     run(launch, 1, *options)
     run(launch, 2, *options, "--resume")
-    resumed, whole = load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt")
-    assert same_bytes(resumed, whole) and resumed.get("scaler") == whole.get("scaler")
-    assert "fp16" not in options or resumed["scaler"]["scale"] > 1
+    assert same_bytes(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt"))
 
 
 @no_ddp
