@@ -46,7 +46,7 @@ class Trainer:
 """
 MARKS = {
     "loss = F.cross_entropy(": "loss = losses(",
-    "source.to(self.device, non_blocking=data.pin_memory)": "[s.to(self.device) for s in source]",
+    "source.to(self.device, non_blocking=self.pin_memory)": "[s.to(self.device) for s in source]",
     "loss_sum += F.cross_entropy(output,": "loss_sum += F.cross_entropy(output['logits'],",
     "(output.argmax": "(output['logits'].argmax",
     "load_dataset(args.dataset, args.data_dir)": "Pairs(68), Pairs(21)",

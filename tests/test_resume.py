@@ -52,8 +52,11 @@ def test_an_epoch_goes_on_in_the_middle(make, monkeypatch, capsys):
     make(*options, "--snapshot-path", "whole.pt")[1].train(2)
     expected = epochs(capsys.readouterr().out)
     _, stopped = make(*options)
-    stop = lambda step: setattr(stopped, "stopping", step == 4)  # noqa: E731
-    monkeypatch.setattr(stopped, "_agree_on_stopping", stop)
+
+    def agree(step: int) -> None:
+        stopped.stopping, stopped.ask_at_step = step == 4, step + 1
+
+    monkeypatch.setattr(stopped, "_agree_on_stopping", agree)
     stopped.train(2)
     assert capsys.readouterr().out.endswith("\nEpoch 0 | Stopped at sample 24, saved\n")
     _, resumed = make(*options, "--resume")
