@@ -1,6 +1,7 @@
 """docs/recipes.md: each change fits the script, and does what the page says of it."""
 
 import functools
+import json
 import os
 import re
 import runpy
@@ -15,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers.files import load, patched, same_bytes
+from helpers.files import difference, load, patched, same_bytes
 from helpers.jobs import ROOT, command, epochs, every_script
 from helpers.ranks import train
 from PIL import Image
@@ -129,6 +130,25 @@ def test_warm_up_and_cosine_are_resumed_and_at_another_rate(apply, monkeypatch, 
     assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(2 * rates[10])
 
 
+def test_the_rate_is_changed_in_a_file_of_its_own(apply, monkeypatch, tmp_path):
+    """Which then takes the place of the snapshot, also of one behind a link."""
+    apply(None, 1, *SMALL)[1].train(1)
+    path, link = tmp_path / "checkpoint.pt", tmp_path / "link.pt"
+    link.symlink_to(path)
+    before = path.read_bytes()
+    monkeypatch.setattr(sys, "argv", ["", "link.pt", "0.2"])
+    with monkeypatch.context() as patch:
+        killed = Mock(**{"replace.side_effect": KeyboardInterrupt})
+        patch.setattr(os, "fsync", killed.fsync)
+        patch.setattr(os, "replace", killed.replace)
+        with pytest.raises(KeyboardInterrupt):
+            runpy.run_path(FOLDER / "change_lr.py")
+    assert killed.mock_calls == [call.fsync(ANY), call.replace(f"{path}.tmp", str(path))]
+    assert path.read_bytes() == before
+    runpy.run_path(FOLDER / "change_lr.py")
+    assert link.is_symlink() and load(path)["args"]["lr"] == "0.2"
+
+
 def test_the_best_snapshot_is_kept(apply, tmp_path):
     for total, answers, best in ((2, [3, 7], 2), (4, [5, 6], 2), (5, [8], 5)):
         _, trainer = apply("best", total, *SMALL, "--resume")
@@ -137,6 +157,121 @@ def test_the_best_snapshot_is_kept(apply, tmp_path):
         trainer.train(total)
         assert load(tmp_path / "checkpoint.pt.best")["epoch"] == best
         assert load(tmp_path / "checkpoint.pt")["epoch"] == total
+
+
+def test_early_stopping_counts_on_in_a_resumed_run(apply, tmp_path):
+    """A NaN is no improvement, and no lowest loss either; what has stopped stays stopped."""
+    losses = torch.tensor([3, 2, 2.5, 2, 1, 1, torch.nan, 4])  # the last three are no better
+    starts = ((9, 0, "--snapshot-path", "whole.pt"), (7, 0), (9, 7, "--resume"), (9, 8, "--resume"))
+    for total, first, *options in starts:
+        _, trainer = apply("early", total, 9, *SMALL, *options)
+        values = [(10 * loss, torch.tensor(5.0)) for loss in losses[first:]]
+        trainer._evaluate = iter(values).__next__
+        trainer.train(total)
+    whole, resumed = load(tmp_path / "whole.pt"), load(tmp_path / "checkpoint.pt")
+    assert whole["epoch"] == resumed["epoch"] == 8 and same_bytes(resumed, whole)
+    assert whole["early"] == resumed["early"] == (1.0, 3)
+
+
+def test_early_stopping_of_two_ranks(apply, fashion, tmp_path):
+    """Without any learning the loss stays as it is."""
+    apply("best early", 1, *SMALL)  # the page says that both go together
+    options = (9, 9, *fashion(16, 8), "--lr", 0, "--timeout", 30)
+    text = train(tmp_path, tmp_path / "ddp_torchrun.py", 2, *options)
+    assert len(epochs(text)) == 4 and "Total time: " in text
+    assert load(tmp_path / "checkpoint.pt")["epoch"] == 4
+
+
+def test_a_snapshot_every_few_steps(apply, monkeypatch, tmp_path):
+    """Also from there a run ends as if it had never stopped. The epoch's last step saves none."""
+
+    def every(count, *arguments):
+        edit = functools.partial(re.sub, "100", str(count))
+        return apply("steps", *arguments, edit=edit)[1]
+
+    apply(None, 2, *SMALL, "--snapshot-path", "whole.pt")[1].train(2)
+    trainer = every(2, 2, 2, *SMALL)
+    steps = Mock(side_effect=[None] * 9)  # and at the tenth, which is epoch 1's last, an error
+    trainer.optimizer.register_step_pre_hook(lambda *_: steps())
+    with pytest.raises(StopIteration):
+        trainer.train(2)
+    snapshot = load(tmp_path / "checkpoint.pt")
+    assert snapshot["epoch"] == 1 and snapshot["samples_seen"] == 32
+    every(2, 2, 2, *SMALL, "--resume").train(2)
+    assert same_bytes(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt"))
+    every(5, 1, *SMALL, "--snapshot-path", "new.pt")._run_epoch(0)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)
+    every(1, 1, *SMALL, "--snapshot-path", "new.pt")._run_epoch(0)
+    assert not (tmp_path / "new.pt").exists()
+
+
+def test_each_sample_tests_one_fold_and_folds_are_resumed(apply, capsys, tmp_path):
+    tested = []
+    for fold in range(5):
+        _, trainer = apply("folds", 1, *SMALL, "--fold", fold)
+        parts = [data.dataset.indices for data in (trainer.test_data, trainer.train_data)]
+        assert sorted(parts[0] + parts[1]) == list(range(40))
+        tested += parts[0]
+    assert sorted(tested) == list(range(40))
+    for total, *options in ((2, "--snapshot-path", "whole.pt"), (1,), (2, "--resume")):
+        apply("folds", total, *SMALL, "--fold", 3, *options)[1].train(total)
+    assert same_bytes(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt"))
+    with pytest.raises(SystemExit, match="was made with --fold 3, not 2"):
+        apply("folds", 2, *SMALL, "--fold", 2, "--resume")
+    epoch, *_ = epochs(capsys.readouterr().out)
+    assert epoch["total"] == 8
+
+
+def test_a_new_head_on_old_weights(apply, tmp_path):
+    apply(None, 1)[1].train(1)
+    (tmp_path / "checkpoint.pt").rename(tmp_path / "old.pt")
+    old = load(tmp_path / "old.pt")["model"]
+    for total, *options in ((2, "--snapshot-path", "whole.pt"), (1,), (2, "--resume")):
+        _, trainer = apply("head", total, *options)
+        now = trainer.model.module.state_dict()
+        new = [name for name in old if not torch.equal(old[name], now[name])]
+        assert new == (list(old) if "--resume" in options else list(old)[-2:])
+        trainer.train(total)
+    assert same_bytes(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt"))
+
+
+def test_channels_last_and_tf32(apply, capfd, tmp_path):
+    """The layout goes from the weights to what the layers hand on."""
+    apply(None, 2, "--snapshot-path", "plain.pt")[1].train(2)
+    try:
+        for total, *options in ((2, "--snapshot-path", "whole.pt"), (1,), (2, "--resume")):
+            _, trainer = apply("fast", total, *options)
+            layouts = set()
+            for layer in trainer.model.module.features:
+                layer.register_forward_hook(
+                    lambda _, inputs, output, layouts=layouts: layouts.add(
+                        output.is_contiguous(memory_format=torch.channels_last)
+                    )
+                )
+            trainer.train(total)
+            assert layouts == {True} and torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    whole = load(tmp_path / "whole.pt")
+    assert same_bytes(load(tmp_path / "checkpoint.pt"), whole)
+    assert difference(load(tmp_path / "plain.pt"), whole) < 1e-4
+    assert "strides" not in capfd.readouterr().err  # DDP warns where gradients do not fit its view
+
+
+def test_a_profile_of_each_rank(apply, fashion, tmp_path):
+    """It changes no weights, in a resumed run either."""
+    edit = functools.partial(re.sub, "step == 10", "step == 3")
+    for name, total, *options in ((None, 2, "--snapshot-path", "whole.pt"), ("profile", 1)):
+        apply(name, total, *SMALL, *options, script="ddp_spawn.py", edit=edit)[1].train(total)
+    apply("profile", 2, *SMALL, "--resume", script="ddp_spawn.py", edit=edit)[1].train(2)
+    assert same_bytes(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt"))
+    (tmp_path / "trace0.json").unlink()
+    train(tmp_path, tmp_path / "ddp_spawn.py", 2, 1, *fashion(80, 8), "--batch-size", 8)
+    for rank in range(2):
+        events = json.loads((tmp_path / f"trace{rank}.json").read_text())["traceEvents"]
+        names = {event["name"] for event in events}
+        assert {"gloo:all_reduce", "Optimizer.step#SGD.step"} <= names, names
 
 
 def test_a_metric_of_all_predictions(apply, fashion, tmp_path):
@@ -246,7 +381,10 @@ def test_rank_0_alone_has_a_tracker(apply, monkeypatch, rank):
 def test_tensorboard_shows_each_epoch_once(apply, capsys, monkeypatch, script):
     """Also one that was trained after the snapshot, and is trained again; from rank 0 alone."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer import event_file_writer
 
+    # File names end with the writer's number in this process, and 10 would be read before 9.
+    monkeypatch.setattr(event_file_writer, "_global_uid", Mock(**{"get.side_effect": range(9)}))
     snapshot = Path("checkpoint.pt")
     apply("tensorboard", 1, *SMALL, script=script)[1].train(1)
     first = snapshot.read_bytes()

@@ -3,11 +3,12 @@
 Run it with `python docs/recipes/change_lr.py checkpoint.pt 0.001`.
 """
 
+import os
 import sys
 
 import torch
 
-path, rate = sys.argv[1], float(sys.argv[2])
+path, rate = os.path.realpath(sys.argv[1]), float(sys.argv[2])
 snapshot = torch.load(path, map_location="cpu", weights_only=True)
 factor = rate / float(snapshot["args"]["lr"])
 for group in snapshot["optimizer"]["param_groups"]:
@@ -18,4 +19,7 @@ for state in (schedule, *schedule.get("_schedulers", ())):
     if "base_lrs" in state:
         state["base_lrs"] = [base * factor for base in state["base_lrs"]]
 snapshot["args"]["lr"] = str(rate)
-torch.save(snapshot, path)
+torch.save(snapshot, f"{path}.tmp")
+with open(f"{path}.tmp", "rb+") as file:
+    os.fsync(file.fileno())  # all of it is on the disk before it replaces the old one
+os.replace(f"{path}.tmp", path)
