@@ -65,16 +65,44 @@ def test_the_commands_of_reference_and_the_picture(shell, tmp_path):
     assert labels.count("backward") == 3 and "bucket 1" in labels  # two bars and the legend
 
 
+def places(text: str) -> list[str]:
+    """The function of each line, with its class."""
+    found, place = [], {0: "the imports"}
+    for line in text.splitlines():
+        if named := re.match(r"( *)(?:(?:def|class) (\w+)|if (?=__name__))", line):
+            depth = len(named[1])
+            place = {d: name for d, name in place.items() if d < depth}
+            place[depth] = named[2] or "the main guard"
+        found.append(".".join(place.values()))
+    return found
+
+
 def test_the_lines_that_steps_quotes_are_in_the_diffs():
+    """Without a line of `@@` between them, they are near to each other, and in this order."""
     _, *sections = (ROOT / "docs" / "steps.md").read_text().split("\n## ")
     assert len(sections) == len(SCRIPTS) - 1
     for section in sections:
         scripts = re.findall(r"`(\w+\.py)`", section.splitlines()[0])
-        old, new = ((ROOT / script).read_text().splitlines() for script in scripts)
-        changes = {line[:1] + line[1:].strip() for line in difflib.unified_diff(old, new, n=0)}
-        quoted = "".join(re.findall(r"```diff\n(.*?)```", section, re.S)).splitlines()
-        quoted = {line[:1] + line[1:].strip() for line in quoted}
-        assert len(quoted) > 3 and quoted <= changes
+        old, new = ((ROOT / script).read_text() for script in scripts)
+        where = {"-": iter(places(old)), "+": iter(places(new))}
+        changes = []  # each line of both scripts, and its function
+        diff = difflib.unified_diff(old.splitlines(), new.splitlines(), n=10_000, lineterm="")
+        for line in [*diff][3:]:
+            named = {next(where[sign]) for sign in line[0].replace(" ", "-+")}
+            changes.append((line[0] + line[1:].strip(), named))
+        blocks = re.findall(r"```diff\n(.*?)```", section, re.S)
+        assert len(blocks) > 2
+        for block in blocks:
+            near = range(len(changes))
+            for line in block.splitlines():
+                if line.startswith("@@ "):
+                    near, function = range(len(changes)), line[3:]
+                    continue
+                quoted = line[0] + line[1:].strip()
+                (at, *_) = [n for n in near if changes[n][0] == quoted] or [None]
+                assert at is not None, f"{scripts[1]} has not this line, or not here: {line}"
+                assert "\n@@" not in f"\n{block}" or function in changes[at][1], (function, line)
+                near = range(at + 1, min(at + 6, len(changes)))
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
