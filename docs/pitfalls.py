@@ -24,8 +24,10 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 PAGE = Path(__file__).with_suffix(".md")
@@ -122,6 +124,50 @@ def no_sync(rank, wrong):
     print(f"weight {model.module.weight.item():.3f}, loss {loss.item():.3f}")
 
 
+def unfrozen(rank, wrong):
+    target = [1.0, 3.0][rank]  # what the samples of this rank say
+    body, head = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+    module = nn.Sequential(body, head)
+    for parameter in module.parameters():
+        nn.init.ones_(parameter)
+    body.requires_grad_(False)
+    model = DDP(module)
+    # Some epochs later, when the head has learned:
+    body.requires_grad_(True)
+    if not wrong:
+        model = DDP(module)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (model(torch.ones(1, 1)) - target).square().mean().backward()
+        optimizer.step()
+    print(f"weight of the body {body.weight.item():.3f}")
+
+
+def reentrant(rank, wrong):
+    target = [1.0, 3.0][rank]
+    layer, head = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+    module = nn.Sequential(layer, head)
+    for parameter in module.parameters():
+        nn.init.ones_(parameter)
+
+    def forward(x, times):
+        for _ in range(times):
+            if wrong:
+                x = checkpoint(layer, x, use_reentrant=True)
+            else:
+                x = checkpoint(layer, x, use_reentrant=False)
+        return head(x)
+
+    module.forward = forward
+    for times, find_unused in ((2, False), (1, True)):
+        model = DDP(module, find_unused_parameters=find_unused)
+        module.zero_grad()
+        x = torch.ones(1, 1, requires_grad=True)  # as behind an embedding
+        (model(x, times) - target).square().mean().backward()
+        print(f"gradient {layer.weight.grad.item():.1f}")
+
+
 def accumulate(rank, wrong):
     model = DDP(nn.Linear(1, 1, bias=False))
     updates = []
@@ -159,6 +205,67 @@ def uneven(rank, wrong):
     loss.backward()
     first, last = losses.grad[[0, -1]].tolist()
     print(f"loss {loss.item():.2f}, weight of the first sample {first:.3f}, of the last {last:.3f}")
+
+
+def class_weights(rank, wrong):
+    weight = torch.tensor([1.0, 4.0])  # of the two classes
+    targets = torch.tensor([0, 0, 0, 1, 0, 0, 0, 0])
+    module = nn.Linear(1, 2, bias=False)
+    nn.init.zeros_(module.weight)
+    F.cross_entropy(module(torch.ones(8, 1)), targets, weight).backward()
+    alone = module.weight.grad[0].item()
+    module.zero_grad()
+    model = DDP(module)
+    output, targets = model(torch.ones(4, 1)), targets[4 * rank :][:4]
+    if wrong:
+        loss = F.cross_entropy(output, targets, weight)
+    else:
+        total = weight[targets].sum()
+        dist.all_reduce(total)
+        loss = F.cross_entropy(output, targets, weight, reduction="sum")
+        loss = loss * dist.get_world_size() / total  # because DDP divides by it
+    loss.backward()
+    print(f"gradient {module.weight.grad[0].item():.3f}, in one process {alone:.3f}")
+
+
+def find_partners(views, partners):
+    """InfoNCE: each view finds its own partner among all of them."""
+    return F.cross_entropy(views @ partners.T, torch.arange(len(views)))
+
+
+def negatives(rank, wrong):
+    pairs = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0))
+    module = nn.Linear(3, 3, bias=False)
+    nn.init.eye_(module.weight)
+    find_partners(*module(pairs)).backward()
+    alone = module.weight.grad[0, 0].item()
+    module.zero_grad()
+    model = DDP(module)
+    pairs = model(pairs[:, 2 * rank :][:, :2])  # two samples a rank
+    if wrong:
+        loss = find_partners(*pairs)
+    else:
+        shares = [torch.empty_like(pairs) for _ in range(dist.get_world_size())]
+        dist.all_gather(shares, pairs.detach())
+        shares[rank] = pairs  # with its gradient
+        loss = find_partners(*torch.cat(shares, dim=1)) * dist.get_world_size()
+    loss.backward()
+    print(f"gradient {module.weight.grad[0, 0].item():.3f}, in one process {alone:.3f}")
+
+
+def two_forwards(rank):
+    batches = torch.randn(2, 8, 4)
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model = DDP(module)
+    gradients = []
+    for network in (module, model):
+        module.zero_grad()
+        real, fake = (network(batch[rank::2]) for batch in batches)
+        (real - fake).exp().sum().backward()
+        gradient = module[0].weight.grad.clone()
+        dist.all_reduce(gradient)
+        gradients.append(gradient)
+    print("the gradients are those without DDP:", torch.allclose(*gradients))
 
 
 def unused(rank, wrong):

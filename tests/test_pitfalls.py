@@ -6,6 +6,8 @@ import re
 
 import pitfalls
 import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
 
 PAGE = pitfalls.PAGE.read_text()
 SECTIONS = pitfalls.sections(PAGE)
@@ -47,3 +49,11 @@ def test_the_lines_of_the_diff_are_in_the_program(name):
 def test_the_table_has_every_entry():
     *headings, _ = re.findall(r"^## (.*)$", PAGE, re.M)
     assert re.findall(r"^\| \[(.*?)\]\(#", PAGE, re.M) == headings and len(headings) > 20
+
+
+def test_a_reentrant_checkpoint_of_inputs_without_gradient_gives_its_layer_none():
+    """As the page says, in one process, too."""
+    layer, inputs = torch.nn.Linear(1, 1), torch.ones(1, 1)
+    with pytest.warns(UserWarning, match="None of the inputs have requires_grad"):
+        assert not checkpoint(layer, inputs, use_reentrant=True).requires_grad
+    assert checkpoint(layer, inputs, use_reentrant=False).requires_grad
