@@ -127,6 +127,15 @@ def test_what_may_be_deleted_is_there():
                     assert piece in text, f"{piece} is not in {script}"
 
 
+def test_every_mark_is_in_the_table_and_in_the_list_of_make_it_yours():
+    marks = {
+        *re.findall(r"# ((?:load )?your \w+)", "".join((ROOT / s).read_text() for s in SCRIPTS))
+    }
+    assert {mark.strip("`") for mark, _ in table(REFERENCE, "mark")} == marks
+    section = README.split("\n## Make it yours\n")[1].split("\n## ")[0]
+    assert {*re.findall(r"`((?:load )?your \w+)`", section)} == marks
+
+
 def test_every_promise_names_tests_that_exist():
     for promise, shown in table(REFERENCE, "promise"):
         named = re.findall(r"`(tests/\w+\.py)::(\w+)`", shown)
