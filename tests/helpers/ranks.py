@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.multiprocessing as mp
-from helpers.jobs import ROOT
+from helpers.jobs import ROOT, SCRIPTS
 
 PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel", "torchvision"]
 
@@ -25,7 +25,7 @@ def train(folder: Path, script: Path, processes: int, *arguments: object, dtype:
         port = free.getsockname()[1]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     env |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_RESTART_COUNT": "0"}
-    if Path(script).name in ("ddp_torchrun.py", "multinode.py"):  # the others take it for a mistake
+    if Path(script).name not in SCRIPTS[:3]:  # which take it for a mistake
         env |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     multiprocessing.set_forkserver_preload(PRELOAD)
     given = (folder, str(ROOT / script), processes, [*map(str, arguments)], dtype, env)
