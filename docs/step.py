@@ -87,8 +87,8 @@ def draw(ranks: list[list[tuple[str, float, float]]], path: str) -> None:
 
 def train(trainer: ddp_torchrun.Trainer, path: str) -> None:
     steps = [
-        traced(functools.partial(trainer._run_batch, source, targets))
-        for source, targets in itertools.islice(trainer.train_data, STEPS)
+        traced(functools.partial(trainer._run_batch, [batch], len(batch[1])))
+        for batch in itertools.islice(trainer.train_data, STEPS)
     ]
     everyone = [None] * trainer.world_size
     dist.all_gather_object(everyone, steps)
