@@ -13,7 +13,7 @@ from helpers.jobs import ROOT
 
 PAGE = (ROOT / "docs" / "your_loop.md").read_text()
 (FIRST,) = re.findall(r"```python train.py\n(.*?)```", PAGE, re.S)
-*STEPS, TARGETS = re.findall(r"```diff\n(.*?)```", PAGE, re.S)
+*STEPS, PRINTED, TARGETS = re.findall(r"```diff\n(.*?)```", PAGE, re.S)
 PROGRAMS = [*accumulate(STEPS, patched, initial=FIRST)]
 same = partial(torch.testing.assert_close, rtol=0, atol=1e-12)  # two state_dicts
 LINE = r"epoch (\d): (\d+) of 303"
@@ -66,6 +66,26 @@ def test_torchrun_restarts_it_after_a_crash(run, tmp_path, one):
     assert len(re.findall("^Python ends: (?!.*gloo)", text, re.M)) == 3, text
     assert re.findall(LINE, text) == one[0]
     same(load(tmp_path / "snapshot.pt")["model"], one[1])
+
+
+def test_the_loss_that_is_printed_is_that_of_all_ranks(tmp_path):
+    texts = []
+    for processes in (1, 2):
+        (tmp_path / "train.py").write_text(patched(PROGRAMS[5], PRINTED))
+        texts.append(ranks.train(tmp_path, tmp_path / "train.py", processes, dtype="float64"))
+        (tmp_path / "snapshot.pt").unlink()
+    losses = [re.findall(r"^loss (0\.\d{4})$", text, re.M) for text in texts]
+    assert len({*losses[0]}) == 5 and losses[0] == losses[1]
+
+
+def test_a_loss_that_is_a_sum_is_multiplied_by_the_world_size(tmp_path):
+    """Here a small part of the sum, because the learning rate stays as it is."""
+    mean = "@@\n-        loss = F.cross_entropy(model(inputs), targets)\n"
+    some = mean + '+        loss = F.cross_entropy(model(inputs), targets, reduction="sum") / 64'
+    train(tmp_path, patched(FIRST, f"{some}\n"))
+    expected = load(tmp_path / "model.pt")
+    train(tmp_path, patched(PROGRAMS[3], f"{some} * world_size\n"), 2)
+    same(load(tmp_path / "model.pt"), expected)
 
 
 def test_a_loss_over_some_targets(tmp_path):
