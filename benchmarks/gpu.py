@@ -148,7 +148,8 @@ def rates(
     args: argparse.Namespace, folder: Path, model: str, count: int, names: tuple, bound: str
 ) -> Section:
     """A row for each contestant, and what its rate is of that of `bound`."""
-    names = (*(name for name in names if args.compiles or "--compile" not in name), bound)
+    compiles = args.compiles and (model == "mlp" or not args.rehearse)  # minutes on a CPU
+    names = (*(name for name in names if compiles or "--compile" not in name), bound)
     harness.CONTESTANTS.update(OPTIONS | SWITCHES | PEERS)
     size, samples = MODELS[model]
     batches, samples = ((4,), 32) if args.rehearse else ((32, 256), count * samples)

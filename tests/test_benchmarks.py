@@ -253,6 +253,7 @@ def test_gaps_and_waits_in_a_trace():
         events += [event("gpu_user_annotation", "Optimizer.step#SGD.step", end - 9, 9)]
     events += [event("gpu_user_annotation", gaps.QUESTION, 510, 1)]
     events += [event("user_annotation", gaps.QUESTION, 301, 1)]  # of the host
+    events += [event("gpu_user_annotation", "another", 310, 1)]
     events += [event("cuda_runtime", "cudaStreamSynchronize", 0, 1)]
     # All idle time is between steps: 150 to 200, 300 to 310, 320 to 330, 400 to 430, 500 to 580.
     assert gaps.summary(events, steps=4) == [
