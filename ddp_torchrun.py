@@ -277,7 +277,7 @@ def load_train_objs(args: argparse.Namespace, device: torch.device) -> tuple:
     return train_set, test_set, model, optimizer, schedule
 
 
-class ShardOfTheRest(DistributedSampler):
+class ResumableSampler(DistributedSampler):
     """DistributedSampler that can begin in mid-epoch, after `samples_seen` samples of all ranks."""
 
     start = 0
@@ -318,7 +318,7 @@ def main(args: argparse.Namespace) -> int:
     log(f"{line}, batch_size: {args.batch_size}")
     rank = dist.get_rank()
     train_set, test_set, model, optimizer, schedule = load_train_objs(args, device)
-    shard = ShardOfTheRest(train_set, seed=args.seed)  # this rank's share of each epoch
+    shard = ResumableSampler(train_set, seed=args.seed)  # this rank's share of each epoch
     train_data = prepare_dataloader(train_set, args.batch_size, shard, args)
     test_shard = range(rank, len(test_set), dist.get_world_size())  # not padded: each counts once
     test_data = prepare_dataloader(test_set, args.test_batch_size, test_shard, args)

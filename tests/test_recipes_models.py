@@ -243,7 +243,7 @@ def shares(module: ModuleType, size: int, epoch: int, seen: int = 0, **more: obj
     """What two ranks' samplers give in this epoch after so many samples of both."""
     found = []
     for rank in range(2):
-        sampler = module.ShardOfTheRest(range(size), num_replicas=2, rank=rank, seed=7)
+        sampler = module.ResumableSampler(range(size), num_replicas=2, rank=rank, seed=7)
         vars(sampler).update(more)
         sampler.set_epoch(epoch, seen)
         found.append([*sampler])

@@ -150,6 +150,21 @@ def test_srun_without_torchrun(slurm, tmp_path):
     assert text.count("Steps: 188\n") == 2 and len(epochs(text)) == 1
 
 
+@pytest.mark.slow("a Slurm cluster")
+def test_a_script_of_one_process_under_srun_and_in_a_batch_script(slurm, tmp_path):
+    """srun with two tasks starts it twice. A batch script runs once, whatever it asks for."""
+    line = f"python {ROOT}/single_gpu.py 1 --model mlp"
+    srun = ("srun", "--ntasks=2", f"--chdir={tmp_path}", *line.split())
+    done = subprocess.run(slurm.command(*srun, **ENVIRONMENT), capture_output=True, text=True)
+    assert done.returncode == 2 and not done.stdout
+    said = "single_gpu.py: error: SLURM_STEP_NUM_TASKS is 2: start ddp_torchrun.py"
+    assert done.stderr.count(said) == 2
+    placed = ("--parsable", "--ntasks=2", f"--chdir={tmp_path}", f"--output={tmp_path}/job.out")
+    job = slurm.call("sbatch", *placed, f"--wrap={line}", **ENVIRONMENT, OMP_NUM_THREADS=1).strip()
+    slurm.wait(job, "COMPLETED")
+    assert len(epochs((tmp_path / "job.out").read_text())) == 1
+
+
 @pytest.mark.parametrize("cpus, threads, complaint", [(7, 1, True), (8, 1, False), (64, 8, False)])
 def test_a_node_with_fewer_cpus_than_processes(tmp_path, cpus, threads, complaint):
     """The batch script alone, for a script of one's own, with another scontrol and another srun."""

@@ -105,7 +105,7 @@ def test_no_sample_is_lost_where_other_ranks_go_on_in_mid_epoch(make, monkeypatc
     def shards(world_size: int, epoch: int, seen: int) -> list[list[int]]:
         lists = []
         for rank in range(world_size):
-            sampler = module.ShardOfTheRest(range(count), world_size, rank, seed=7)
+            sampler = module.ResumableSampler(range(count), world_size, rank, seed=7)
             sampler.set_epoch(epoch, seen)
             lists.append([*sampler])
             assert len(sampler) == len(lists[-1])
