@@ -25,9 +25,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 from tqdm import tqdm
 
-from common.data import DATASETS, load_dataset
+from common.data import DATASETS, load_dataset  # your dataset
 from common.loader import collate, worker_options
-from common.model import DEFAULT_MODEL, MODELS, build_model
+from common.model import DEFAULT_MODEL, MODELS, build_model  # your model
 from common.seed import set_seed, use_deterministic_kernels
 
 
@@ -227,9 +227,9 @@ def parse_args() -> argparse.Namespace:
     add("--test-batch-size", type=positive, default=1000, help="the same in evaluation")
     add("--lr", type=float, default=0.01, help="learning rate of SGD")  # your optimizer
     add("--momentum", type=float, default=0.9, help="momentum of SGD")  # your optimizer
-    add("--dataset", choices=DATASETS, default="digits", help="digits needs no download")
+    add("--dataset", choices=DATASETS, default="digits", help="digits: no download")  # your dataset
     add("--data-dir", default="data", help="where torchvision keeps or downloads the others")
-    add("--model", choices=MODELS, help="default: what suits the data set")
+    add("--model", choices=MODELS, help="default: what suits the data set")  # your model
     add("--seed", type=int, default=42)
     add("--deterministic", action="store_true", help="deterministic kernels on an accelerator")
     add("--device", choices=devices, default=devices[0])
@@ -238,7 +238,7 @@ def parse_args() -> argparse.Namespace:
     add("--snapshot-path", default="checkpoint.pt")
     add("--resume", action="store_true", help="go on from the snapshot where there is one")
     args = parser.parse_intermixed_args()
-    args.model = args.model or DEFAULT_MODEL[args.dataset]
+    args.model = args.model or DEFAULT_MODEL[args.dataset]  # your model
     for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if os.environ.get(name, "1") != "1":  # torchrun, srun or mpirun has started several of this
             parser.error(f"{name} is {os.environ[name]}: start ddp_torchrun.py, or unset {name}")
