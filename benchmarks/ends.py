@@ -86,7 +86,8 @@ for job in range(count):
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         ended[status] += 1
         if status:
-            print(Path(f"output{rank}").read_text(), file=sys.stderr)
+            said = Path(f"output{rank}").read_text()
+            print(f"{program.name}, rank {rank}, status {status}:\n{said}", file=sys.stderr)
     shutil.rmtree(folder)
     if (job + 1) % 100 == 0 or job + 1 == count:
         print(f"torch {torch.__version__}, {program.name}: {dict(ended)}", flush=True)

@@ -295,4 +295,5 @@ print(before, "torch.distributed.nn" in sys.modules)
 sys.exit(3 * int(os.environ["RANK"]))
 """)
     text = run("benchmarks/ends.py", tmp_path / "output-own.py", 1)
-    assert "False True\n" in text and text.endswith("output-own.py: {0: 1, 3: 1}\n")
+    assert "-own.py, rank 1, status 3:\nFalse True\n" in text
+    assert text.endswith("output-own.py: {0: 1, 3: 1}\n")
