@@ -270,9 +270,7 @@ def load_train_objs(args: argparse.Namespace, device: torch.device) -> tuple:
     train_set, test_set = load_dataset(args.dataset, args.data_dir)  # load your dataset
     set_seed(args.seed)
     model = build_model(args.model, train_set[0][0].shape).to(device)  # load your model
-    optimizer = torch.optim.SGD(  # your optimizer
-        model.parameters(), lr=args.lr, momentum=args.momentum
-    )
+    optimizer = torch.optim.SGD(model.parameters(), args.lr, args.momentum)  # your optimizer
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1)  # your schedule
     return train_set, test_set, model, optimizer, schedule
 
@@ -300,7 +298,7 @@ def prepare_dataloader(
         dataset,
         batch_size=batch_size,
         sampler=sampler,
-        collate_fn=collate,  # takes whole batches, which our data sets return, and single samples
+        collate_fn=collate,  # your batches: of single samples, or whole as our data sets give them
         # The loader draws its workers' seed from this when they start. From torch's own generator,
         # that draw would give a resumed run other dropout.
         generator=torch.Generator(),

@@ -401,8 +401,8 @@ SGLD = """@@ an optimizer that adds noise
 +
  class Trainer:
 @@ load_train_objs
--    optimizer = torch.optim.SGD(  # your optimizer
-+    optimizer = SGLD(  # your optimizer
+-    optimizer = torch.optim.SGD(model.parameters(), args.lr, args.momentum)  # your optimizer
++    optimizer = SGLD(model.parameters(), args.lr, args.momentum)  # your optimizer
 @@ each rank's weights and what it draws at the end
      trainer.train(args.total_epochs)
 +    weights = nn.utils.parameters_to_vector(model.parameters())
