@@ -54,9 +54,9 @@ def check(trainer: Any, total_epochs: int) -> int:
     """In place of `Trainer.train`: time the parts of a step. Rank 0 prints what follows from them.
 
     All ranks must call this. It takes some ten seconds, or about twenty steps where these are slow.
-    It uses the trainer's `model` (DDP), `optimizer`, `train_data` and `_run_batch`. Where the first
-    argument of this is named `batches`, it is a list of `args.accumulate` batches on the CPU, and
-    the second one counts their samples. Otherwise the arguments are the parts of a batch, on the
+    It uses the trainer's `model` (DDP), `optimizer`, `train_data` and `_run_batch`. If the name of
+    this one's first argument ends with "batches", it gets a list of `args.accumulate` batches on
+    the CPU, and the number of their samples. Otherwise it gets the parts of one batch, on the
     device. The last tensor in a batch has a row for each sample. The gradients change, and
     BatchNorm's statistics; the weights do not.
 
@@ -88,8 +88,8 @@ def check(trainer: Any, total_epochs: int) -> int:
 
 def per_step(trainer: Any) -> int:
     """How many batches of the loader `_run_batch` takes in a list; 0 where it takes one's parts."""
-    listed = "batches" in inspect.signature(trainer._run_batch).parameters
-    return getattr(trainer.args, "accumulate", 1) if listed else 0
+    first, *_ = inspect.signature(trainer._run_batch).parameters
+    return getattr(trainer.args, "accumulate", 1) if first.endswith("batches") else 0
 
 
 def rows(batch: Any) -> int:

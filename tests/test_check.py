@@ -104,9 +104,9 @@ def test_what_is_timed(make, monkeypatch, clock, script, options, batches):
         clock(5 if len(counts) == 40 else 0)  # in one of three times, of which the median counts
         return len(counts) < 4  # the real one follows, which must not change the weights
 
-    def run_list(batches, samples):
-        assert samples == sum(len(targets) for _, targets in batches)
-        _ = spend(*(len(targets) for _, targets in batches)) and step(batches, samples)
+    def run_list(micro_batches, samples):
+        assert samples == sum(len(targets) for _, targets in micro_batches)
+        _ = spend(*(len(targets) for _, targets in micro_batches)) and step(micro_batches, samples)
 
     def run_parts(source, targets):
         _ = spend(len(targets)) and step(source, targets)
