@@ -32,11 +32,10 @@ def train(rank: int, port: int) -> None:
     signal.alarm(60)
     if late:
         torch.optim.Optimizer.add_param_group = add_param_group
-    own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
     if program.name != "ddp_spawn.py":
-        own |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        own |= {"LOCAL_RANK": str(rank)}
-    os.environ.update(own)
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+        os.environ.update(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
     by_hand = "mp.spawn(" in source  # its main guard starts processes, of which this is one
     module = types.ModuleType(program.stem if by_hand else "__main__")
     sys.modules["program"] = module  # where it stays to the end

@@ -30,15 +30,18 @@ QUESTION = "_agree_on_stopping"
 def trace(trainer: Any, total_epochs: int) -> int:
     """In place of `Trainer.train`, on all ranks: `_run_epoch()` thrice, the last time profiled."""
     rank = dist.get_rank() if dist.is_initialized() else 0
+    device = torch.get_device_module(trainer.device)
     for epoch in (0, 1):  # the first steps are slow
         start = time.perf_counter()
-        run_epoch(trainer, epoch)
+        trainer._run_epoch(epoch)
+        device.synchronize()
         seconds = time.perf_counter() - start
         trainer.samples_seen = 0
     if ask := getattr(trainer, QUESTION, None):
         setattr(trainer, QUESTION, record_function(QUESTION)(ask))
     with profile() if rank == 0 else contextlib.nullcontext() as profiler:
-        run_epoch(trainer, 2)
+        trainer._run_epoch(2)
+        device.synchronize()
     if rank == 0:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "trace.json")
@@ -46,7 +49,6 @@ def trace(trainer: Any, total_epochs: int) -> int:
             events = json.loads(path.read_text())["traceEvents"]
         steps = math.ceil(len(trainer.train_data) / (check.per_step(trainer) or 1))
         found = [f"{seconds / steps * 1e3:.2f} ms a step", *summary(events, steps)]
-        device = torch.get_device_module(trainer.device)
         if hasattr(device, "max_memory_allocated"):
             found.append(f"{device.max_memory_allocated() / 1e6:.0f} MB of memory at most")
         if set_seed := getattr(sys.modules[type(trainer).__module__], "set_seed", None):
@@ -56,12 +58,6 @@ def trace(trainer: Any, total_epochs: int) -> int:
             found.append(f"set_seed() {(time.perf_counter() - start) * 1e4:.0f} us an epoch")
         print(f"Trace | {', '.join(found)}", flush=True)
     return 0
-
-
-def run_epoch(trainer: Any, epoch: int) -> None:
-    trainer._run_epoch(epoch)
-    if trainer.device.type != "cpu":
-        torch.accelerator.synchronize()
 
 
 def summary(events: list[dict], steps: int) -> list[str]:

@@ -1,7 +1,6 @@
 """A small transformer, and three ways to be faster that no script has: for the GPU's benchmarks.
 
-    torchrun --nproc_per_node=2 benchmarks/vit.py SCRIPT --model vit [the script's options]
-    torchrun --nproc_per_node=2 benchmarks/vit.py --tf32 --fused SCRIPT [the script's options]
+    torchrun --nproc_per_node=2 benchmarks/vit.py --tf32 --fused SCRIPT --model vit
 
 It runs any script that takes its model from common/model.py, but for mp.spawn with several
 processes: these would know nothing of it.
@@ -48,8 +47,7 @@ def channels_last() -> None:
 
 
 def fused() -> None:
-    sgd = torch.optim.SGD
-    sgd.__init__ = functools.partialmethod(sgd.__init__, fused=True)
+    torch.optim.SGD.__init__ = functools.partialmethod(torch.optim.SGD.__init__, fused=True)
 
 
 SWITCHES = {
