@@ -33,6 +33,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # torch imports it later, when it would hold the process group
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -327,7 +328,7 @@ def main(args: argparse.Namespace) -> int:
     log(f"Total time: {time.perf_counter() - start:.3f}s")
     stopped = trainer.stopping
     dist.barrier()  # until rank 0 has saved. The first rank that returns 143 ends the others.
-    del trainer  # DDP holds the group. Without this, 3 of 1,000 ranks hung at exit (torch 2.11)
+    del trainer  # DDP holds the group, whose threads may hang or abort a rank when Python ends
     dist.destroy_process_group()
     return 143 if stopped else 0  # not 0, because torchrun would report success
 

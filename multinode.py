@@ -27,6 +27,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # torch imports it later, when it would hold the process group
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
@@ -235,7 +236,7 @@ def main(local_rank: int, args: argparse.Namespace) -> None:
     trainer = Trainer(model, train_data, test_data, optimizer, schedule, device, args)
     trainer.train(args.total_epochs)
     dist.barrier()  # no rank leaves before rank 0 has saved
-    del trainer  # DDP holds the group. Without this, 3 of 1,000 ranks hung at exit (torch 2.11)
+    del trainer  # DDP holds the group, whose threads may hang or abort a rank when Python ends
     dist.destroy_process_group()
 
 

@@ -92,6 +92,9 @@ MUTANTS = {
     "test_stopping.py::test_a_stop_is_heard_in_short_epochs_and_between_long_steps": [
         (TORCHRUN, "step == self.ask_at_step", "step % 10 == 0"),
     ],
+    "test_stopping.py::test_what_is_registered_for_the_end_is_run": [
+        (SPAWN, "import torch.distributed.nn  #", "#"),
+    ],
     "test_stopping.py::test_the_snapshot_of_a_stop_is_saved_whatever_reads_the_output": [
         (TORCHRUN, "contextlib.suppress(BrokenPipeError)", "contextlib.nullcontext()"),
     ],
