@@ -8,6 +8,7 @@ import importlib
 import multiprocessing
 import os
 import runpy
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -37,6 +38,8 @@ def one_rank(
     rank: int, folder: Path, script: str, processes: int, words: list, dtype: str, env: dict
 ) -> None:
     """In a process of its own: the whole program, but only main() of those that start processes."""
+    # worker_options() may have started the forkserver, which then hears neither.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank))
