@@ -44,7 +44,7 @@ class Trainer:
         self.model = model
         self.train_data = train_data
         self.test_data = test_data
-        self.pin_memory = train_data.pin_memory  # then nothing has to wait for a copy
+        self.pin_memory = train_data.pin_memory  # then copies run beside the computation
         self.optimizer = optimizer
         self.schedule = schedule
         self.device = device
@@ -63,7 +63,7 @@ class Trainer:
         return loss.detach()
 
     def _run_epoch(self, epoch: int) -> torch.Tensor:
-        set_seed(self.args.seed, 0, epoch)  # as rank 0 of ddp_spawn.py
+        set_seed(self.args.seed, 0, epoch)  # 0 is the rank. A resumed run has the same dropout.
         self.train_data.generator.manual_seed(torch.initial_seed())  # for the loader's workers
         self.train_data.sampler.generator.manual_seed(self.args.seed + epoch)  # another order
         name = self.device.type.upper().replace("CUDA", "GPU")
@@ -158,7 +158,7 @@ def prepare_dataloader(
         dataset,
         batch_size=batch_size,
         sampler=sampler,
-        collate_fn=collate,  # your batches: of single samples, or whole as our data sets give them
+        collate_fn=collate,  # your batches: it stacks samples, and passes whole batches on
         # The loader draws its workers' seed from this when they start. From torch's own generator,
         # that draw would give a resumed run other dropout.
         generator=torch.Generator(),
@@ -193,7 +193,7 @@ def read_snapshot(args: argparse.Namespace) -> dict | None:
     except Exception as error:  # torch.load raises nearly everything
         reason = repr(error).split("error: ")[-1]  # names the type that it refuses
         sys.exit(f"error: {path} is not a snapshot of these scripts ({reason:.200})")
-    # The optimizer's state brings back its old settings, so a resumed run is given the same.
+    # The optimizer's state holds the old settings, and would overrule new ones without a word.
     for name in ("dataset", "model", "lr", "momentum", "seed"):  # your settings
         given = str(getattr(args, name))
         if saved.get(name) != given:

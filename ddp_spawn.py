@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # torch imports it later, when it would hold the process group
+import torch.distributed.nn  # a later import by torch would keep the process group alive
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
@@ -53,7 +53,7 @@ class Trainer:
         self.model = model  # wrapped below, because a snapshot's names have no "module."
         self.train_data = train_data
         self.test_data = test_data
-        self.pin_memory = train_data.pin_memory  # then nothing has to wait for a copy
+        self.pin_memory = train_data.pin_memory  # then copies run beside the computation
         self.optimizer = optimizer
         self.schedule = schedule
         self.device = device
@@ -94,8 +94,8 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self) -> tuple[torch.Tensor, torch.Tensor]:
-        for buffer in self.model.buffers():  # rank 0's, as BatchNorm's statistics differ
-            values = buffer.contiguous()  # gloo would also write to the gaps of a strided view
+        for buffer in self.model.buffers():  # all ranks test with rank 0's statistics
+            values = buffer.contiguous()  # because gloo overwrites the gaps of a strided view
             dist.broadcast(values, src=0)
             buffer.copy_(values)
         self.model.eval()
@@ -176,7 +176,7 @@ def ddp_setup(rank: int, args: argparse.Namespace) -> torch.device:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     dist.init_process_group(
         args.backend,
-        store=dist.FileStore(args.store, args.nproc_per_node),  # for MASTER_ADDR and MASTER_PORT
+        store=dist.FileStore(args.store, args.nproc_per_node),  # replaces MASTER_ADDR, MASTER_PORT
         rank=rank,
         world_size=args.nproc_per_node,
         timeout=datetime.timedelta(seconds=args.timeout),
@@ -203,7 +203,7 @@ def prepare_dataloader(
         dataset,
         batch_size=batch_size,
         sampler=sampler,
-        collate_fn=collate,  # your batches: of single samples, or whole as our data sets give them
+        collate_fn=collate,  # your batches: it stacks samples, and passes whole batches on
         # The loader draws its workers' seed from this when they start. From torch's own generator,
         # that draw would give a resumed run other dropout.
         generator=torch.Generator(),
@@ -249,7 +249,7 @@ def read_snapshot(args: argparse.Namespace) -> dict | None:
     except Exception as error:  # torch.load raises nearly everything
         reason = repr(error).split("error: ")[-1]  # names the type that it refuses
         sys.exit(f"error: {path} is not a snapshot of these scripts ({reason:.200})")
-    # The optimizer's state brings back its old settings, so a resumed run is given the same.
+    # The optimizer's state holds the old settings, and would overrule new ones without a word.
     for name in ("dataset", "model", "lr", "momentum", "seed"):  # your settings
         given = str(getattr(args, name))
         if saved.get(name) != given:
@@ -320,7 +320,7 @@ def parse_args() -> argparse.Namespace:
 
 if __name__ == "__main__":
     args = parse_args()
-    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")  # of a killed rank
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")  # a killed rank would warn
     signal.signal(signal.SIGINT, stop)  # in the parent, because only it runs this block
     signal.signal(signal.SIGTERM, stop)
     start = time.perf_counter()

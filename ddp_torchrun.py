@@ -7,16 +7,17 @@
         two nodes: the same on the second one, with --node_rank=1
     torchrun --nnodes=1:4 --nproc_per_node=4 --max-restarts=3 --rdzv_id=7 --rdzv_backend=c10d
         --rdzv_endpoint=10.0.0.1:29400 ddp_torchrun.py --resume
-        one to four nodes; they come and go
+        one to four nodes, which may join and leave
 
 slurm/ has a batch script. The global batch is --batch-size times the processes times --accumulate.
 When a process crashes, torchrun restarts all, and with --resume they go on from the last snapshot.
 On several nodes set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and keep the snapshot on a shared disk,
 because after a restart any node may have rank 0. Ctrl-C and SIGTERM stop all ranks after the same
-step, and rank 0 saves. torchrun kills what is left after 30 seconds, and exits with 1. A run with
---resume ends with the weights of one that never stopped (on an accelerator only with
---deterministic). `python ddp_torchrun.py` is one process, on one device. To make this file yours,
-edit the lines marked "your".
+step, and rank 0 saves. torchrun kills what is left after 30 seconds (see --shutdown-timeout), and
+exits with 1. A run with --resume ends with the weights of one that never stopped (on an accelerator
+only with --deterministic). After a stop in mid-epoch, dropout draws other numbers. `python
+ddp_torchrun.py` is one process, on one device. To make this file yours, edit the lines marked
+"your".
 """
 
 import argparse
@@ -33,7 +34,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # torch imports it later, when it would hold the process group
+import torch.distributed.nn  # a later import by torch would keep the process group alive
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -68,7 +69,7 @@ class Trainer:
         self.model = model  # wrapped below, because a snapshot's names have no "module."
         self.train_data = train_data
         self.test_data = test_data
-        self.pin_memory = train_data.pin_memory  # then nothing has to wait for a copy
+        self.pin_memory = train_data.pin_memory  # then copies run beside the computation
         self.optimizer = optimizer
         self.schedule = schedule
         self.device = device
@@ -79,7 +80,7 @@ class Trainer:
         self.stopping = False
         if args.resume:
             self._load_snapshot()
-        # Copies rank 0's weights to all ranks. Gradients are views of what DDP sends, not copies.
+        # DDP copies rank 0's weights to all ranks. Gradients share memory with what it sends.
         self.model = DDP(model, gradient_as_bucket_view=True)
         if args.compile:
             model.compile(dynamic=False)  # in place: the names of the weights stay as they are
@@ -137,18 +138,18 @@ class Trainer:
         # If one rank left the loop alone, the others would wait for it in the next all-reduce. So
         # the ranks ask each other at every tenth step, or at every step if one takes a second.
         stop = stop_requested or (dist.is_torchelastic_launched() and os.getppid() != LAUNCHER)
-        slow = time.perf_counter() - self.asked_at > step - self.asked_at_step  # seconds, steps
+        slow = time.perf_counter() - self.asked_at > step - self.asked_at_step  # over 1 s a step
         answers = torch.tensor([stop, slow], dtype=torch.int32, device=self.device)
         dist.all_reduce(answers, op=dist.ReduceOp.MAX)  # one yes is enough
         self.stopping, slow = answers.bool().tolist()
         self.asked_at_step = step
-        self.ask_at_step = step + (1 if slow or step == 1 else 10)  # before step 1 there was none
+        self.ask_at_step = step + (1 if slow or step == 1 else 10)  # step 1 has no time yet
         self.asked_at = time.perf_counter()
 
     @torch.no_grad()
     def _evaluate(self) -> tuple[torch.Tensor, torch.Tensor]:
-        for buffer in self.model.buffers():  # rank 0's, as BatchNorm's statistics differ
-            values = buffer.contiguous()  # gloo would also write to the gaps of a strided view
+        for buffer in self.model.buffers():  # all ranks test with rank 0's statistics
+            values = buffer.contiguous()  # because gloo overwrites the gaps of a strided view
             dist.broadcast(values, src=0)
             buffer.copy_(values)
         self.model.eval()
@@ -222,7 +223,7 @@ class Trainer:
         self.schedule.load_state_dict(snapshot["schedule"])
         self.epoch = snapshot["epoch"]
         seen = snapshot.get("samples_seen", 0)  # only this script stops in mid-epoch
-        self.samples_seen = seen - seen % self.world_size  # the ranks may be others now
+        self.samples_seen = seen - seen % self.world_size  # world_size may have changed
         log(f"Resuming training from snapshot at Epoch {self.epoch}")
 
 
@@ -236,7 +237,7 @@ def ddp_setup(args: argparse.Namespace) -> torch.device:
     timeout = datetime.timedelta(seconds=args.timeout)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size > 1 or dist.is_torchelastic_launched():
-        # As init_process_group() does it, which gives no chance to add the prefix below.
+        # init_process_group() would do the same, but it leaves no place for the prefix below.
         store, *_ = next(dist.rendezvous("env://", timeout=timeout))
     else:
         store = dist.HashStore()  # of one process alone, say for a debugger
@@ -260,7 +261,7 @@ def ddp_setup(args: argparse.Namespace) -> torch.device:
     log(f"[rank {rank} of {world_size}] {where}", every_rank=True)
     may_differ = {"data_dir", "snapshot_path", "num_workers", "local_rank"}
     rank_0 = [vars(args)]
-    dist.broadcast_object_list(rank_0)  # a node with other options would hang or spoil the run
+    dist.broadcast_object_list(rank_0)  # the others must be equal, or the run would hang
     for name, value in rank_0[0].items():
         if vars(args)[name] != value and name not in may_differ:
             sys.exit(f"error: {name} is {value} on rank 0 and {vars(args)[name]} on rank {rank}")
@@ -299,7 +300,7 @@ def prepare_dataloader(
         dataset,
         batch_size=batch_size,
         sampler=sampler,
-        collate_fn=collate,  # your batches: of single samples, or whole as our data sets give them
+        collate_fn=collate,  # your batches: it stacks samples, and passes whole batches on
         # The loader draws its workers' seed from this when they start. From torch's own generator,
         # that draw would give a resumed run other dropout.
         generator=torch.Generator(),
@@ -351,7 +352,7 @@ def read_snapshot(args: argparse.Namespace) -> dict | None:
     except Exception as error:  # torch.load raises nearly everything
         reason = repr(error).split("error: ")[-1]  # names the type that it refuses
         sys.exit(f"error: {path} is not a snapshot of these scripts ({reason:.200})")
-    # The optimizer's state brings back its old settings, so a resumed run is given the same.
+    # The optimizer's state holds the old settings, and would overrule new ones without a word.
     for name in ("dataset", "model", "lr", "momentum", "seed"):  # your settings
         given = str(getattr(args, name))
         if saved.get(name) != given:

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # torch imports it later, when it would hold the process group
+import torch.distributed.nn  # a later import by torch would keep the process group alive
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
@@ -56,7 +56,7 @@ class Trainer:
         self.model = model  # wrapped below, because a snapshot's names have no "module."
         self.train_data = train_data
         self.test_data = test_data
-        self.pin_memory = train_data.pin_memory  # then nothing has to wait for a copy
+        self.pin_memory = train_data.pin_memory  # then copies run beside the computation
         self.optimizer = optimizer
         self.schedule = schedule
         self.device = device
@@ -97,8 +97,8 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self) -> tuple[torch.Tensor, torch.Tensor]:
-        for buffer in self.model.buffers():  # rank 0's, as BatchNorm's statistics differ
-            values = buffer.contiguous()  # gloo would also write to the gaps of a strided view
+        for buffer in self.model.buffers():  # all ranks test with rank 0's statistics
+            values = buffer.contiguous()  # because gloo overwrites the gaps of a strided view
             dist.broadcast(values, src=0)
             buffer.copy_(values)
         self.model.eval()
@@ -187,7 +187,7 @@ def ddp_setup(local_rank: int, args: argparse.Namespace) -> torch.device:
     may_differ = {"rank", "nproc_per_node", "first_device", "init_method", "address"}
     may_differ |= {"data_dir", "snapshot_path", "num_workers"}
     rank_0 = [vars(args)]
-    dist.broadcast_object_list(rank_0)  # a node with other options would hang or spoil the run
+    dist.broadcast_object_list(rank_0)  # the others must be equal, or the run would hang
     for name, value in rank_0[0].items():
         if vars(args)[name] != value and name not in may_differ:
             sys.exit(f"error: {name} is {value} on rank 0 and {vars(args)[name]} on rank {rank}")
@@ -210,7 +210,7 @@ def prepare_dataloader(
         dataset,
         batch_size=batch_size,
         sampler=sampler,
-        collate_fn=collate,  # your batches: of single samples, or whole as our data sets give them
+        collate_fn=collate,  # your batches: it stacks samples, and passes whole batches on
         # The loader draws its workers' seed from this when they start. From torch's own generator,
         # that draw would give a resumed run other dropout.
         generator=torch.Generator(),
@@ -260,7 +260,7 @@ def read_snapshot(args: argparse.Namespace) -> dict | None:
     except Exception as error:  # torch.load raises nearly everything
         reason = repr(error).split("error: ")[-1]  # names the type that it refuses
         sys.exit(f"error: {path} is not a snapshot of these scripts ({reason:.200})")
-    # The optimizer's state brings back its old settings, so a resumed run is given the same.
+    # The optimizer's state holds the old settings, and would overrule new ones without a word.
     for name in ("dataset", "model", "lr", "momentum", "seed"):  # your settings
         given = str(getattr(args, name))
         if saved.get(name) != given:
@@ -327,7 +327,7 @@ def parse_args() -> argparse.Namespace:
     last_rank = args.rank + args.nproc_per_node - 1
     if args.rank < 0 or last_rank >= args.world_size:
         parser.error(f"ranks {args.rank} to {last_rank} are not in 0 to {args.world_size - 1}")
-    args.address = args.init_method  # for messages
+    args.address = args.init_method  # shown in errors
     if args.init_method == "env://":
         args.address = os.path.expandvars("env://$MASTER_ADDR:$MASTER_PORT")
     if args.init_method.startswith("file://"):
@@ -338,7 +338,7 @@ def parse_args() -> argparse.Namespace:
     writable = os.access(path.parent, os.W_OK) and (path.is_file() or not path.exists())
     if args.rank == 0 and not writable:  # the other ranks write nothing
         parser.error(f"--snapshot-path {path}: name a file in a folder that you may write to")
-    args.first_device = int(os.environ.get("LOCAL_RANK", 0))  # a batch script may export it
+    args.first_device = int(os.environ.get("LOCAL_RANK", 0))  # the first GPU of this call
     last_device = args.first_device + args.nproc_per_node - 1
     count = torch.accelerator.device_count()
     if args.device != "cpu" and last_device >= count:
@@ -348,7 +348,7 @@ def parse_args() -> argparse.Namespace:
 
 if __name__ == "__main__":
     args = parse_args()
-    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")  # of a killed rank
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")  # a killed rank would warn
     signal.signal(signal.SIGINT, stop)  # in the parent, because only it runs this block
     signal.signal(signal.SIGTERM, stop)
     start = time.perf_counter()
