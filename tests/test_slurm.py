@@ -139,7 +139,7 @@ def test_the_batch_script_trains_stops_when_told_and_goes_on(slurm, tmp_path):
 def test_srun_without_torchrun(slurm, tmp_path):
     """docs/multinode.md's line, ranks from Slurm's variables."""
     page = (ROOT / "docs" / "multinode.md").read_text()
-    (line,) = re.findall(r"^srun .* bash -c '\n(.*?)'$", page, re.M | re.S)
+    (line,) = re.findall(r"^srun [^\n]* bash -c '\n(.*?)'$", page, re.M | re.S)
     options = f"1 --model mlp --snapshot-path {tmp_path}/checkpoint.pt"
     script = line.replace("multinode.py 50 10", f"multinode.py {options}")
     assert script != line
