@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # a later import by torch would keep the process group alive
+import torch.distributed.nn  # unused. If DDP imported it later, it would keep the group alive
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
@@ -50,10 +50,10 @@ class Trainer:
         args: argparse.Namespace,
     ) -> None:
         self.rank = dist.get_rank()
-        self.model = model  # wrapped below, because a snapshot's names have no "module."
+        self.model = model  # not in DDP yet, because a snapshot's names have no "module."
         self.train_data = train_data
         self.test_data = test_data
-        self.pin_memory = train_data.pin_memory  # then copies run beside the computation
+        self.pin_memory = train_data.pin_memory  # non_blocking copies need pinned memory
         self.optimizer = optimizer
         self.schedule = schedule
         self.device = device
@@ -75,7 +75,7 @@ class Trainer:
         set_seed(self.args.seed, self.rank, epoch)  # so a resumed run has the same dropout
         self.train_data.generator.manual_seed(torch.initial_seed())  # for the loader's workers
         self.train_data.sampler.set_epoch(epoch)  # another order, the same on all ranks
-        name = self.device.type.upper().replace("CUDA", "GPU")
+        name = self.device.type.upper().replace("CUDA", "GPU")  # the tutorials print [GPU0]
         line = f"Epoch {epoch} | Batchsize: {self.args.batch_size} | Steps: {len(self.train_data)}"
         log(f"[{name}{self.rank}] {line}", every_rank=True)
         self.model.train()
@@ -94,8 +94,8 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self) -> tuple[torch.Tensor, torch.Tensor]:
-        for buffer in self.model.buffers():  # all ranks test with rank 0's statistics
-            values = buffer.contiguous()  # because gloo overwrites the gaps of a strided view
+        for buffer in self.model.buffers():  # say BatchNorm's statistics: all test with rank 0's
+            values = buffer.contiguous()  # if it is a view, gloo writes over what lies between
             dist.broadcast(values, src=0)
             buffer.copy_(values)
         self.model.eval()
@@ -104,14 +104,14 @@ class Trainer:
         for source, targets in self.test_data:
             source = source.to(self.device, non_blocking=self.pin_memory)  # your inputs
             targets = targets.to(self.device, non_blocking=self.pin_memory)  # your inputs
-            # Not through DDP, because the ranks may have unequal numbers of batches.
+            # Not through DDP, whose forward() may wait for a rank that has no more batches.
             output = self.model.module(source)  # your inputs
             loss_sum += F.cross_entropy(output, targets) * len(targets)  # your loss
             correct += (output.argmax(dim=1) == targets).sum()  # your metric
         return loss_sum, correct
 
     def train(self, total_epochs: int) -> None:
-        train_size = self.train_data.sampler.total_size  # over all ranks
+        train_size = self.train_data.sampler.total_size  # of all ranks, with repeated samples
         test_size = len(self.test_data.dataset)
         for epoch in range(self.epoch, total_epochs):
             start = time.perf_counter()
@@ -134,14 +134,14 @@ class Trainer:
                 log(f"Epoch {epoch} | Training checkpoint saved at {self.args.snapshot_path}")
 
     def _save_snapshot(self) -> None:  # the tutorials also call it a checkpoint
-        snapshot = {  # tensors and plain types only, so that torch.load() may refuse all else
+        snapshot = {  # only what torch.load(weights_only=True) accepts
             "model": self.model.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "epoch": self.epoch,
-            "args": {name: str(value) for name, value in vars(self.args).items()},
+            "args": {name: str(value) for name, value in vars(self.args).items()},  # for --resume
         }
-        path = os.path.realpath(self.args.snapshot_path)  # if it is a link, the file behind it
+        path = os.path.realpath(self.args.snapshot_path)  # os.replace() would replace a link itself
         torch.save(snapshot, f"{path}.tmp")
         with open(f"{path}.tmp", "rb+") as file:
             os.fsync(file.fileno())  # all of it is on the disk before it replaces the last snapshot
@@ -171,12 +171,12 @@ def ddp_setup(rank: int, args: argparse.Namespace) -> torch.device:
     if "OMP_NUM_THREADS" not in os.environ:  # or every process would take all cores
         torch.set_num_threads(max(1, torch.get_num_threads() // args.nproc_per_node))
     loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
-    if loopback:  # one node needs no network
+    if loopback:  # connect here, whatever this host's name resolves to
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     dist.init_process_group(
         args.backend,
-        store=dist.FileStore(args.store, args.nproc_per_node),  # replaces MASTER_ADDR, MASTER_PORT
+        store=dist.FileStore(args.store, args.nproc_per_node),  # to meet at, in place of a port
         rank=rank,
         world_size=args.nproc_per_node,
         timeout=datetime.timedelta(seconds=args.timeout),
@@ -204,8 +204,8 @@ def prepare_dataloader(
         batch_size=batch_size,
         sampler=sampler,
         collate_fn=collate,  # your batches: it stacks samples, and passes whole batches on
-        # The loader draws its workers' seed from this when they start. From torch's own generator,
-        # that draw would give a resumed run other dropout.
+        # The loader draws its workers' seed from this. If it drew from torch's global generator, a
+        # resumed run would have other dropout.
         generator=torch.Generator(),
         pin_memory=args.device not in ("cpu", "mps"),  # so copies overlap the computation
         # num_workers, started in the way that common/loader.py explains.
@@ -229,7 +229,7 @@ def main(rank: int, args: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-# --- stops, snapshots read, messages and options: skip these on a first reading ---------------
+# --- stops, reading snapshots, messages and options: skip these on a first reading ------------
 
 
 def stop(signum: int, frame: object) -> None:
@@ -246,10 +246,10 @@ def read_snapshot(args: argparse.Namespace) -> dict | None:
     try:
         snapshot = torch.load(path, map_location="cpu", weights_only=True)
         saved = dict(snapshot["args"])
-    except Exception as error:  # torch.load raises nearly everything
-        reason = repr(error).split("error: ")[-1]  # names the type that it refuses
+    except Exception as error:  # torch.load raises many kinds of errors
+        reason = repr(error).split("error: ")[-1]  # without torch's advice before it
         sys.exit(f"error: {path} is not a snapshot of these scripts ({reason:.200})")
-    # The optimizer's state holds the old settings, and would overrule new ones without a word.
+    # The optimizer's state holds the old settings, and would silently overrule new ones.
     for name in ("dataset", "model", "lr", "momentum", "seed"):  # your settings
         given = str(getattr(args, name))
         if saved.get(name) != given:
@@ -330,7 +330,7 @@ if __name__ == "__main__":
     args.store = os.path.join(folder.name, "store")
     try:
         mp.spawn(main, args=(args,), nprocs=args.nproc_per_node)
-    except mp.ProcessExitedException as error:  # a rank that was not killed has said why
+    except mp.ProcessExitedException as error:  # a code above 0: the rank has said why
         sys.exit(error.exit_code if error.exit_code > 0 else f"error: {error}")
     finally:  # no process is left behind
         for process in mp.active_children():

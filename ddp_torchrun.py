@@ -11,13 +11,10 @@
 
 slurm/ has a batch script. The global batch is --batch-size times the processes times --accumulate.
 When a process crashes, torchrun restarts all, and with --resume they go on from the last snapshot.
-On several nodes set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and keep the snapshot on a shared disk,
-because after a restart any node may have rank 0. Ctrl-C and SIGTERM stop all ranks after the same
-step, and rank 0 saves. torchrun kills what is left after 30 seconds (see --shutdown-timeout), and
-exits with 1. A run with --resume ends with the weights of one that never stopped (on an accelerator
-only with --deterministic). After a stop in mid-epoch, dropout draws other numbers. `python
-ddp_torchrun.py` is one process, on one device. To make this file yours, edit the lines marked
-"your".
+Ctrl-C and SIGTERM stop all ranks after the same step, and rank 0 saves. torchrun kills what is left
+after 30 seconds, and exits with 1. Several nodes need the snapshot on a shared disk, and restarts
+there need TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 (docs/multinode.md). `python ddp_torchrun.py` is one
+process, on one device. To make this file yours, edit the lines marked "your".
 """
 
 import argparse
@@ -34,7 +31,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # a later import by torch would keep the process group alive
+import torch.distributed.nn  # unused. If DDP imported it later, it would keep the group alive
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -66,10 +63,10 @@ class Trainer:
         self.world_size = dist.get_world_size()
         if args.sync_bn:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        self.model = model  # wrapped below, because a snapshot's names have no "module."
+        self.model = model  # not in DDP yet, because a snapshot's names have no "module."
         self.train_data = train_data
         self.test_data = test_data
-        self.pin_memory = train_data.pin_memory  # then copies run beside the computation
+        self.pin_memory = train_data.pin_memory  # non_blocking copies need pinned memory
         self.optimizer = optimizer
         self.schedule = schedule
         self.device = device
@@ -91,13 +88,14 @@ class Trainer:
         for number, (source, targets) in enumerate(micro_batches, start=1):
             source = source.to(self.device, non_blocking=self.pin_memory)  # your inputs
             targets = targets.to(self.device, non_blocking=self.pin_memory)  # your inputs
-            # Under no_sync() each rank adds up its gradients. The last backward() sends the sum.
+            # Under no_sync() each rank only adds up its gradients.
             last = number == len(micro_batches)
-            with contextlib.nullcontext() if last else self.model.no_sync():
+            sync = contextlib.nullcontext() if last else self.model.no_sync()
+            with sync:
                 with self.autocast:
                     output = self.model(source)  # your inputs
                     loss = F.cross_entropy(output, targets)  # your loss: a mean over the batch
-                loss = loss * len(targets) / samples  # weighted by its share of the step's samples
+                loss = loss * len(targets) / samples  # weighted by its share of this rank's samples
                 loss.backward()  # in the last one DDP averages the gradients over all ranks
             step_loss += loss.detach()
         self.optimizer.step()
@@ -107,10 +105,9 @@ class Trainer:
         set_seed(self.args.seed, self.rank, epoch, self.samples_seen)
         self.train_data.generator.manual_seed(torch.initial_seed())  # for the loader's workers
         self.train_data.sampler.set_epoch(epoch, self.samples_seen)
-        self.asked_at_step = 0
-        self.ask_at_step = 1  # see _agree_on_stopping()
+        self.ask_at_step = self.interval = 1  # see _agree_on_stopping()
         self.asked_at = time.perf_counter()
-        name = self.device.type.upper().replace("CUDA", "GPU")
+        name = self.device.type.upper().replace("CUDA", "GPU")  # the tutorials print [GPU0]
         steps = math.ceil(len(self.train_data) / self.args.accumulate)
         line = f"Epoch {epoch} | Batchsize: {self.args.batch_size} | Steps: {steps}"
         log(f"[{name}{self.rank}] {line}", every_rank=True)
@@ -118,13 +115,13 @@ class Trainer:
         loss_sum = torch.zeros((), device=self.device)
         # disable=None: no progress bar where stderr is not a terminal
         progress = tqdm(self.train_data, leave=False, disable=True if self.rank > 0 else None)
-        loader = iter(progress)
+        batches = iter(progress)
         for step in range(1, steps + 1):
             if step == self.ask_at_step:
                 self._agree_on_stopping(step)
                 if self.stopping:
                     break
-            micro_batches = list(itertools.islice(loader, self.args.accumulate))
+            micro_batches = list(itertools.islice(batches, self.args.accumulate))
             samples = sum(len(targets) for _, targets in micro_batches)
             loss = self._run_batch(micro_batches, samples)
             loss_sum += loss * samples
@@ -137,19 +134,20 @@ class Trainer:
     def _agree_on_stopping(self, step: int) -> None:
         # If one rank left the loop alone, the others would wait for it in the next all-reduce. So
         # the ranks ask each other at every tenth step, or at every step if one takes a second.
+        torch.zeros((), device=self.device).item()  # waits for the device, to time its steps
+        slow = time.perf_counter() - self.asked_at > self.interval  # over 1 s a step
         stop = stop_requested or (dist.is_torchelastic_launched() and os.getppid() != LAUNCHER)
-        slow = time.perf_counter() - self.asked_at > step - self.asked_at_step  # over 1 s a step
         answers = torch.tensor([stop, slow], dtype=torch.int32, device=self.device)
         dist.all_reduce(answers, op=dist.ReduceOp.MAX)  # one yes is enough
         self.stopping, slow = answers.bool().tolist()
-        self.asked_at_step = step
-        self.ask_at_step = step + (1 if slow or step == 1 else 10)  # step 1 has no time yet
+        self.interval = 1 if slow or step == 1 else 10  # in steps. Step 1 has no time yet.
+        self.ask_at_step = step + self.interval
         self.asked_at = time.perf_counter()
 
     @torch.no_grad()
     def _evaluate(self) -> tuple[torch.Tensor, torch.Tensor]:
-        for buffer in self.model.buffers():  # all ranks test with rank 0's statistics
-            values = buffer.contiguous()  # because gloo overwrites the gaps of a strided view
+        for buffer in self.model.buffers():  # say BatchNorm's statistics: all test with rank 0's
+            values = buffer.contiguous()  # if it is a view, gloo writes over what lies between
             dist.broadcast(values, src=0)
             buffer.copy_(values)
         self.model.eval()
@@ -159,7 +157,7 @@ class Trainer:
             source = source.to(self.device, non_blocking=self.pin_memory)  # your inputs
             targets = targets.to(self.device, non_blocking=self.pin_memory)  # your inputs
             with self.autocast:
-                # Not through DDP, because the ranks may have unequal numbers of batches.
+                # Not through DDP, whose forward() may wait for a rank that has no more batches.
                 output = self.model.module(source)  # your inputs
                 loss_sum += F.cross_entropy(output, targets) * len(targets)  # your loss
             correct += (output.argmax(dim=1) == targets).sum()  # your metric
@@ -195,15 +193,15 @@ class Trainer:
                 log(f"Epoch {epoch} | Training checkpoint saved at {self.args.snapshot_path}")
 
     def _save_snapshot(self) -> None:  # the tutorials also call it a checkpoint
-        snapshot = {  # tensors and plain types only, so that torch.load() may refuse all else
+        snapshot = {  # only what torch.load(weights_only=True) accepts
             "model": self.model.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "epoch": self.epoch,
             "samples_seen": self.samples_seen,
-            "args": {name: str(value) for name, value in vars(self.args).items()},
+            "args": {name: str(value) for name, value in vars(self.args).items()},  # for --resume
         }
-        path = os.path.realpath(self.args.snapshot_path)  # if it is a link, the file behind it
+        path = os.path.realpath(self.args.snapshot_path)  # os.replace() would replace a link itself
         torch.save(snapshot, f"{path}.tmp")
         with open(f"{path}.tmp", "rb+") as file:
             os.fsync(file.fileno())  # all of it is on the disk before it replaces the last snapshot
@@ -223,7 +221,7 @@ class Trainer:
         self.schedule.load_state_dict(snapshot["schedule"])
         self.epoch = snapshot["epoch"]
         seen = snapshot.get("samples_seen", 0)  # only this script stops in mid-epoch
-        self.samples_seen = seen - seen % self.world_size  # world_size may have changed
+        self.samples_seen = seen - seen % self.world_size  # rounded down, if world_size has changed
         log(f"Resuming training from snapshot at Epoch {self.epoch}")
 
 
@@ -234,24 +232,15 @@ def ddp_setup(args: argparse.Namespace) -> torch.device:
     if args.device != "cpu":
         device = torch.device(args.device, int(os.environ["LOCAL_RANK"]))
         torch.accelerator.set_device_index(device.index)
-    timeout = datetime.timedelta(seconds=args.timeout)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if world_size > 1 or dist.is_torchelastic_launched():
-        # init_process_group() would do the same, but it leaves no place for the prefix below.
-        store, *_ = next(dist.rendezvous("env://", timeout=timeout))
-    else:
-        store = dist.HashStore()  # of one process alone, say for a debugger
-    if world_size == int(os.environ["LOCAL_WORLD_SIZE"]):  # one node
-        # torchrun keeps one store for all attempts, and a crashed one's keys would mislead the next
-        # (pytorch#135712). So each puts its number first. Nodes may have different numbers.
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-        loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
-        if loopback:  # one node needs no network
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
+    if loopback and world_size == int(os.environ["LOCAL_WORLD_SIZE"]):  # one node needs no network
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    timeout = datetime.timedelta(seconds=args.timeout)
     dist.init_process_group(
         args.backend,
-        store=store,
+        store=open_store(timeout),
         rank=rank,
         world_size=world_size,
         timeout=timeout,
@@ -259,13 +248,31 @@ def ddp_setup(args: argparse.Namespace) -> torch.device:
     )
     where = f"device {device} | backend {dist.get_backend()} | threads {torch.get_num_threads()}"
     log(f"[rank {rank} of {world_size}] {where}", every_rank=True)
+    compare_options(args)
+    return device
+
+
+def open_store(timeout: datetime.timedelta) -> dist.Store:
+    """Where the ranks find each other. init_process_group() would leave no place for the prefix."""
+    if os.environ["WORLD_SIZE"] == "1" and not dist.is_torchelastic_launched():
+        return dist.HashStore()  # of one process alone, say for a debugger
+    store, *_ = next(dist.rendezvous("env://", timeout=timeout))  # torchrun's
+    if os.environ["WORLD_SIZE"] == os.environ["LOCAL_WORLD_SIZE"]:  # one node
+        # torchrun keeps one store for all attempts, and a crashed one's keys would mislead the next
+        # (pytorch#135712). So each attempt puts its number before its keys. Of several nodes, each
+        # has a number of its own.
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    return store
+
+
+def compare_options(args: argparse.Namespace) -> None:
     may_differ = {"data_dir", "snapshot_path", "num_workers", "local_rank"}
     rank_0 = [vars(args)]
-    dist.broadcast_object_list(rank_0)  # the others must be equal, or the run would hang
+    dist.broadcast_object_list(rank_0)  # a node with other options would hang the run, or worse
     for name, value in rank_0[0].items():
-        if vars(args)[name] != value and name not in may_differ:
-            sys.exit(f"error: {name} is {value} on rank 0 and {vars(args)[name]} on rank {rank}")
-    return device
+        own = vars(args)[name]
+        if own != value and name not in may_differ:
+            sys.exit(f"error: {name} is {value} on rank 0 and {own} on rank {dist.get_rank()}")
 
 
 def load_train_objs(args: argparse.Namespace, device: torch.device) -> tuple:
@@ -301,8 +308,8 @@ def prepare_dataloader(
         batch_size=batch_size,
         sampler=sampler,
         collate_fn=collate,  # your batches: it stacks samples, and passes whole batches on
-        # The loader draws its workers' seed from this when they start. From torch's own generator,
-        # that draw would give a resumed run other dropout.
+        # The loader draws its workers' seed from this. If it drew from torch's global generator, a
+        # resumed run would have other dropout.
         generator=torch.Generator(),
         pin_memory=args.device not in ("cpu", "mps"),  # so copies overlap the computation
         # num_workers, started in the way that common/loader.py explains.
@@ -328,13 +335,13 @@ def main(args: argparse.Namespace) -> int:
     trainer.train(args.total_epochs)
     log(f"Total time: {time.perf_counter() - start:.3f}s")
     stopped = trainer.stopping
-    dist.barrier()  # until rank 0 has saved. The first rank that returns 143 ends the others.
+    dist.barrier()  # until rank 0 has saved, because torchrun ends all when one returns 143
     del trainer  # DDP holds the group, whose threads may hang or abort a rank when Python ends
     dist.destroy_process_group()
-    return 143 if stopped else 0  # not 0, because torchrun would report success
+    return 143 if stopped else 0  # 128 + SIGTERM, because 0 would report success
 
 
-# --- stops, snapshots read, messages and options: skip these on a first reading ---------------
+# --- stops, reading snapshots, messages and options: skip these on a first reading ------------
 
 
 def on_stop_signal(signum: int, frame: object) -> None:
@@ -349,10 +356,10 @@ def read_snapshot(args: argparse.Namespace) -> dict | None:
     try:
         snapshot = torch.load(path, map_location="cpu", weights_only=True)
         saved = dict(snapshot["args"])
-    except Exception as error:  # torch.load raises nearly everything
-        reason = repr(error).split("error: ")[-1]  # names the type that it refuses
+    except Exception as error:  # torch.load raises many kinds of errors
+        reason = repr(error).split("error: ")[-1]  # without torch's advice before it
         sys.exit(f"error: {path} is not a snapshot of these scripts ({reason:.200})")
-    # The optimizer's state holds the old settings, and would overrule new ones without a word.
+    # The optimizer's state holds the old settings, and would silently overrule new ones.
     for name in ("dataset", "model", "lr", "momentum", "seed"):  # your settings
         given = str(getattr(args, name))
         if saved.get(name) != given:
@@ -432,5 +439,5 @@ def parse_args() -> argparse.Namespace:
 
 if __name__ == "__main__":
     args = parse_args()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training begins, it ends this rank
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training begins, Ctrl-C kills this rank
     sys.exit(main(args))

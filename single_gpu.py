@@ -45,7 +45,7 @@ class Trainer:
         self.model = model
         self.train_data = train_data
         self.test_data = test_data
-        self.pin_memory = train_data.pin_memory  # then copies run beside the computation
+        self.pin_memory = train_data.pin_memory  # non_blocking copies need pinned memory
         self.optimizer = optimizer
         self.schedule = schedule
         self.device = device
@@ -66,7 +66,7 @@ class Trainer:
         set_seed(self.args.seed, 0, epoch)  # 0 is the rank. A resumed run has the same dropout.
         self.train_data.generator.manual_seed(torch.initial_seed())  # for the loader's workers
         self.train_data.sampler.generator.manual_seed(self.args.seed + epoch)  # another order
-        name = self.device.type.upper().replace("CUDA", "GPU")
+        name = self.device.type.upper().replace("CUDA", "GPU")  # the tutorials print [GPU0]
         line = f"Epoch {epoch} | Batchsize: {self.args.batch_size} | Steps: {len(self.train_data)}"
         log(f"[{name}0] {line}")
         self.model.train()
@@ -117,14 +117,14 @@ class Trainer:
                 log(f"Epoch {epoch} | Training checkpoint saved at {self.args.snapshot_path}")
 
     def _save_snapshot(self) -> None:  # the tutorials also call it a checkpoint
-        snapshot = {  # tensors and plain types only, so that torch.load() may refuse all else
+        snapshot = {  # only what torch.load(weights_only=True) accepts
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "epoch": self.epoch,
-            "args": {name: str(value) for name, value in vars(self.args).items()},
+            "args": {name: str(value) for name, value in vars(self.args).items()},  # for --resume
         }
-        path = os.path.realpath(self.args.snapshot_path)  # if it is a link, the file behind it
+        path = os.path.realpath(self.args.snapshot_path)  # os.replace() would replace a link itself
         torch.save(snapshot, f"{path}.tmp")
         with open(f"{path}.tmp", "rb+") as file:
             os.fsync(file.fileno())  # all of it is on the disk before it replaces the last snapshot
@@ -159,8 +159,8 @@ def prepare_dataloader(
         batch_size=batch_size,
         sampler=sampler,
         collate_fn=collate,  # your batches: it stacks samples, and passes whole batches on
-        # The loader draws its workers' seed from this when they start. From torch's own generator,
-        # that draw would give a resumed run other dropout.
+        # The loader draws its workers' seed from this. If it drew from torch's global generator, a
+        # resumed run would have other dropout.
         generator=torch.Generator(),
         pin_memory=args.device not in ("cpu", "mps"),  # so copies overlap the computation
         # num_workers, started in the way that common/loader.py explains.
@@ -180,7 +180,7 @@ def main(args: argparse.Namespace) -> None:
     trainer.train(args.total_epochs)
 
 
-# --- snapshots read, messages and options: skip these on a first reading -----------------------
+# --- reading snapshots, messages and options: skip these on a first reading --------------------
 
 
 def read_snapshot(args: argparse.Namespace) -> dict | None:
@@ -190,10 +190,10 @@ def read_snapshot(args: argparse.Namespace) -> dict | None:
     try:
         snapshot = torch.load(path, map_location="cpu", weights_only=True)
         saved = dict(snapshot["args"])
-    except Exception as error:  # torch.load raises nearly everything
-        reason = repr(error).split("error: ")[-1]  # names the type that it refuses
+    except Exception as error:  # torch.load raises many kinds of errors
+        reason = repr(error).split("error: ")[-1]  # without torch's advice before it
         sys.exit(f"error: {path} is not a snapshot of these scripts ({reason:.200})")
-    # The optimizer's state holds the old settings, and would overrule new ones without a word.
+    # The optimizer's state holds the old settings, and would silently overrule new ones.
     for name in ("dataset", "model", "lr", "momentum", "seed"):  # your settings
         given = str(getattr(args, name))
         if saved.get(name) != given:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from helpers.files import idx_files
 from helpers.jobs import SITE, Job, command
+from helpers.ranks import start_server
 
 from common.data import make_digits
 
@@ -151,6 +152,8 @@ def make(parse, calls, monkeypatch, tmp_path):
     def make(script: str, *arguments: object) -> tuple:
         if dist.is_initialized():
             dist.destroy_process_group()
+        if "--num-workers" in arguments:
+            start_server()
         module, args = parse(script, *arguments)
         data, trainers = (make_digits(40, 0), make_digits(10, 1)), []
         calls.clear()

@@ -7,6 +7,7 @@ import re
 import pitfalls
 import pytest
 import torch
+from helpers.ranks import start_server
 from torch.utils.checkpoint import checkpoint
 
 PAGE = pitfalls.PAGE.read_text()
@@ -17,6 +18,7 @@ NAMES = [pytest.param(n, marks=SLOW) if n in ("threads", "spawn") else n for n i
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_program_prints_what_the_page_quotes(name):
+    start_server()  # with more than the program asks for, so that other tests can use it
     quoted = re.findall(r"^- (\w+): `(.*)`$", SECTIONS[name], re.M)
     assert pitfalls.run(name).splitlines() == [f"{label}: {text}" for label, text in quoted]
     labels, texts = zip(*quoted, strict=True)

@@ -26,8 +26,9 @@ from torch.utils.data import DataLoader
 from torchvision.models import ResNet18_Weights, resnet18
 
 PAGE = (ROOT / "docs" / "recipes.md").read_text()
-RECIPES = dict(re.findall(r"```diff (\w+)\n(.*?)```", PAGE, re.S))
 FOLDER = ROOT / "docs" / "recipes"
+FILES = {path.stem: path.read_text() for path in FOLDER.glob("*.diff")}
+RECIPES = {**FILES, **dict(re.findall(r"```diff (\w+)\n(.*?)```", PAGE, re.S))}
 SMALL = ("--model", "mlp", "--batch-size", 8, "--lr", 0.1)  # five steps an epoch
 
 
@@ -49,10 +50,20 @@ def apply(make, monkeypatch, tmp_path):
     return apply
 
 
-def test_every_recipe_is_applied_here():
-    code = Path(__file__).read_text()
-    assert [name for name in RECIPES if not re.search(rf'"(\w+ )?{name}"', code)] == []
+def test_every_recipe_is_applied_by_a_test():
+    code = "".join(path.read_text() for path in Path(__file__).parent.glob("test_recipes*.py"))
+    more = re.findall(r"```diff (\w+)\n", (ROOT / "docs" / "recipes_models.md").read_text())
+    assert [name for name in (*RECIPES, *more) if not re.search(rf'"(\w+ )?{name}"', code)] == []
     assert [path.name for path in FOLDER.glob("*.py") if f'"{path.name}"' not in code] == []
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_is_applied_by_patch_and_by_git(tmp_path, name):
+    """With all its lines where it says."""
+    (tmp_path / "ddp_torchrun.py").write_text((ROOT / "ddp_torchrun.py").read_text())
+    subprocess.run(["git", "apply", FOLDER / f"{name}.diff"], cwd=tmp_path, check=True)
+    text = patched((ROOT / "ddp_torchrun.py").read_text(), FILES[name])
+    assert (tmp_path / "ddp_torchrun.py").read_text() == text
 
 
 SMALL_PHOTOS = functools.partial(re.sub, "= 224", "= 32")

@@ -56,6 +56,15 @@ BUT_FOR = [
         ],
     ),
     (
+        "compare_options",
+        (TORCHRUN, NODES),
+        ['may_differ = {"data_dir", "snapshot_path", "num_workers", "local_rank"}'],
+        [
+            'may_differ = {"rank", "nproc_per_node", "first_device", "init_method", "address"}',
+            'may_differ |= {"data_dir", "snapshot_path", "num_workers"}',
+        ],
+    ),
+    (
         "read_snapshot",
         (SPAWN, TORCHRUN),
         [

@@ -125,6 +125,8 @@ def test_the_batch_script_trains_stops_when_told_and_goes_on(slurm, tmp_path):
     start_now()
     slurm.wait(job, "COMPLETED")
     text = output.read_text()
+    # Two runs of CI had a fourth start, most likely because a rank aborted when Python ended, and
+    # torchrun restarted all. Since the scripts import torch.distributed.nn first, none has aborted.
     for rank in range(4):  # two on each node
         assert text.count(f"[rank {rank} of 4] device cpu |") == 3, text
     samples = re.findall(r"^Epoch [12] \| Stopped at sample (\d+), saved$", text, re.M)

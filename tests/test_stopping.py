@@ -12,6 +12,7 @@ import subprocess
 import time
 
 import pytest
+import torch
 from helpers.files import load, same_bytes
 from helpers.jobs import NODE2, SPAWN2, TORCHRUN, Job, command
 from helpers.ranks import train
@@ -118,12 +119,15 @@ def test_a_stop_is_heard_in_short_epochs_and_between_long_steps(
     assert load(tmp_path / "checkpoint.pt")["samples_seen"] == int(seen) < 16 * steps
 
 
-def test_the_ranks_ask_each_other_at_every_tenth_step_or_at_each_slow_one(make):
-    """Ten slow ones may take longer than torchrun waits for a stop."""
+def test_the_ranks_ask_each_other_at_every_tenth_step_or_at_each_slow_one(make, monkeypatch):
+    """Ten slow ones may take longer than torchrun waits for a stop. A GPU's steps have only begun
+    when the question comes, so it waits for them first."""
     _, trainer = make("ddp_torchrun.py", "--batch-size", 2)
-    trainer.asked_at_step = 0
-    for step, seconds, then in ((1, 0, 2), (2, 0.5, 12), (12, 9, 22), (22, 11, 23), (23, 2, 24)):
-        trainer.asked_at = time.perf_counter() - seconds
+    steps, passed = iter((0, 0.5, 9, 11, 2)), [0.0]  # seconds
+    monkeypatch.setattr(time, "perf_counter", lambda: sum(passed))
+    monkeypatch.setattr(torch.Tensor, "item", lambda _: passed.append(next(steps)))
+    trainer.asked_at, trainer.interval = 0.0, 1
+    for step, then in ((1, 2), (2, 12), (12, 22), (22, 23), (23, 24)):
         trainer._agree_on_stopping(step)
         assert trainer.ask_at_step == then and not trainer.stopping
 

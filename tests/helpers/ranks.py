@@ -4,11 +4,11 @@ That saves three seconds of processor time a rank. The launcher is not seen here
 what a user types.
 """
 
+import functools
 import importlib
-import multiprocessing
+import multiprocessing.forkserver
 import os
 import runpy
-import signal
 import socket
 import sys
 from pathlib import Path
@@ -20,6 +20,14 @@ from helpers.jobs import ROOT, SCRIPTS
 PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel", "torchvision"]
 
 
+@functools.cache
+def start_server() -> None:
+    """The process that all are forked from, before a loader would start it: with torch alone, and
+    deaf to signals."""
+    multiprocessing.set_forkserver_preload(PRELOAD)
+    multiprocessing.forkserver.ensure_running()
+
+
 def train(folder: Path, script: Path, processes: int, *arguments: object, dtype: str = "") -> str:
     """What the ranks print that train with this script in this folder, rank 0's first."""
     with socket.create_server(("localhost", 0)) as free:
@@ -28,7 +36,7 @@ def train(folder: Path, script: Path, processes: int, *arguments: object, dtype:
     env |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_RESTART_COUNT": "0"}
     if Path(script).name not in SCRIPTS[:3]:  # which take it for a mistake
         env |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
-    multiprocessing.set_forkserver_preload(PRELOAD)
+    start_server()
     given = (folder, str(ROOT / script), processes, [*map(str, arguments)], dtype, env)
     mp.start_processes(one_rank, given, processes, start_method="forkserver")
     return "".join((folder / f"output-{rank}").read_text() for rank in range(processes))
@@ -38,8 +46,6 @@ def one_rank(
     rank: int, folder: Path, script: str, processes: int, words: list, dtype: str, env: dict
 ) -> None:
     """In a process of its own: the whole program, but only main() of those that start processes."""
-    # worker_options() may have started the forkserver, which then hears neither.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank))
