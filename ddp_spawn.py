@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused. If DDP imported it later, it would keep the group alive
+import torch.distributed.nn  # unused. Imported later, its default arguments would hold the group
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
@@ -73,7 +73,7 @@ class Trainer:
 
     def _run_epoch(self, epoch: int) -> torch.Tensor:
         set_seed(self.args.seed, self.rank, epoch)  # so a resumed run has the same dropout
-        self.train_data.generator.manual_seed(torch.initial_seed())  # for the loader's workers
+        self.train_data.generator.manual_seed(torch.initial_seed())  # set_seed()'s, for the workers
         self.train_data.sampler.set_epoch(epoch)  # another order, the same on all ranks
         name = self.device.type.upper().replace("CUDA", "GPU")  # the tutorials print [GPU0]
         line = f"Epoch {epoch} | Batchsize: {self.args.batch_size} | Steps: {len(self.train_data)}"
@@ -89,13 +89,13 @@ class Trainer:
             loss_sum += loss * len(targets)
             if self.args.log_interval and step % self.args.log_interval == 0:
                 log(f"Epoch {epoch} | Step {step} | Loss of rank 0: {loss.item():.6f}")
-        dist.all_reduce(loss_sum)
+        dist.all_reduce(loss_sum)  # in place: the sum over all ranks
         return loss_sum
 
     @torch.no_grad()
     def _evaluate(self) -> tuple[torch.Tensor, torch.Tensor]:
         for buffer in self.model.buffers():  # say BatchNorm's statistics: all test with rank 0's
-            values = buffer.contiguous()  # if it is a view, gloo writes over what lies between
+            values = buffer.contiguous()  # a strided view has gaps, and gloo would write into them
             dist.broadcast(values, src=0)
             buffer.copy_(values)
         self.model.eval()
@@ -176,7 +176,7 @@ def ddp_setup(rank: int, args: argparse.Namespace) -> torch.device:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     dist.init_process_group(
         args.backend,
-        store=dist.FileStore(args.store, args.nproc_per_node),  # to meet at, in place of a port
+        store=dist.FileStore(args.store, args.nproc_per_node),  # the ranks meet at this file
         rank=rank,
         world_size=args.nproc_per_node,
         timeout=datetime.timedelta(seconds=args.timeout),
@@ -192,7 +192,7 @@ def load_train_objs(args: argparse.Namespace, device: torch.device) -> tuple:
     set_seed(args.seed)
     model = build_model(args.model, train_set[0][0].shape).to(device)  # load your model
     optimizer = torch.optim.SGD(model.parameters(), args.lr, args.momentum)  # your optimizer
-    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1)  # your schedule
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1)  # your schedule: none yet
     return train_set, test_set, model, optimizer, schedule
 
 
@@ -203,9 +203,9 @@ def prepare_dataloader(
         dataset,
         batch_size=batch_size,
         sampler=sampler,
-        collate_fn=collate,  # your batches: it stacks samples, and passes whole batches on
-        # The loader draws its workers' seed from this. If it drew from torch's global generator, a
-        # resumed run would have other dropout.
+        collate_fn=collate,  # your batches: stacks samples, unless __getitems__ has done so
+        # The loader draws a seed from this when its workers start. From torch's global generator,
+        # that draw would change the dropout of a resumed run.
         generator=torch.Generator(),
         pin_memory=args.device not in ("cpu", "mps"),  # so copies overlap the computation
         # num_workers, started in the way that common/loader.py explains.
@@ -214,7 +214,8 @@ def prepare_dataloader(
 
 
 def main(rank: int, args: argparse.Namespace) -> None:
-    # SIGINT ends this rank at once. It comes from Ctrl-C, or from Linux when the parent dies.
+    # SIGINT ends this rank at once. It comes from Ctrl-C, and mp.spawn has Linux send it when the
+    # parent dies.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     device = ddp_setup(rank, args)
     train_set, test_set, model, optimizer, schedule = load_train_objs(args, device)
@@ -229,7 +230,7 @@ def main(rank: int, args: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-# --- stops, reading snapshots, messages and options: skip these on a first reading ------------
+# --- stops, snapshots, messages and options: on a first reading, go on to the last block -------
 
 
 def stop(signum: int, frame: object) -> None:

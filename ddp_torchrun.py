@@ -15,6 +15,9 @@ Ctrl-C and SIGTERM stop all ranks after the same step, and rank 0 saves. torchru
 after 30 seconds, and exits with 1. Several nodes need the snapshot on a shared disk, and restarts
 there need TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 (docs/multinode.md). `python ddp_torchrun.py` is one
 process, on one device. To make this file yours, edit the lines marked "your".
+
+On a first reading take ddp_setup, Trainer.__init__, _run_batch and main. open_store,
+_agree_on_stopping and ResumableSampler serve restarts and stops.
 """
 
 import argparse
@@ -31,7 +34,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused. If DDP imported it later, it would keep the group alive
+import torch.distributed.nn  # unused. Imported later, its default arguments would hold the group
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -77,10 +80,10 @@ class Trainer:
         self.stopping = False
         if args.resume:
             self._load_snapshot()
-        # DDP copies rank 0's weights to all ranks. Gradients share memory with what it sends.
+        # DDP copies rank 0's weights to all ranks. Gradients lie in the buffers that it sends.
         self.model = DDP(model, gradient_as_bucket_view=True)
         if args.compile:
-            model.compile(dynamic=False)  # in place: the names of the weights stay as they are
+            model.compile(dynamic=False)  # in place, so names stay. A graph for each batch size.
 
     def _run_batch(self, micro_batches: list, samples: int) -> torch.Tensor:
         self.optimizer.zero_grad()
@@ -103,7 +106,7 @@ class Trainer:
 
     def _run_epoch(self, epoch: int) -> torch.Tensor:
         set_seed(self.args.seed, self.rank, epoch, self.samples_seen)
-        self.train_data.generator.manual_seed(torch.initial_seed())  # for the loader's workers
+        self.train_data.generator.manual_seed(torch.initial_seed())  # set_seed()'s, for the workers
         self.train_data.sampler.set_epoch(epoch, self.samples_seen)
         self.ask_at_step = self.interval = 1  # see _agree_on_stopping()
         self.asked_at = time.perf_counter()
@@ -128,26 +131,26 @@ class Trainer:
             self.samples_seen += samples * self.world_size
             if self.args.log_interval and step % self.args.log_interval == 0:
                 log(f"Epoch {epoch} | Step {step} | Loss of rank 0: {loss.item():.6f}")
-        dist.all_reduce(loss_sum)
+        dist.all_reduce(loss_sum)  # in place: the sum over all ranks
         return loss_sum
 
     def _agree_on_stopping(self, step: int) -> None:
         # If one rank left the loop alone, the others would wait for it in the next all-reduce. So
         # the ranks ask each other at every tenth step, or at every step if one takes a second.
         torch.zeros((), device=self.device).item()  # waits for the device, to time its steps
-        slow = time.perf_counter() - self.asked_at > self.interval  # over 1 s a step
+        slow = time.perf_counter() - self.asked_at > self.interval  # more seconds than steps
         stop = stop_requested or (dist.is_torchelastic_launched() and os.getppid() != LAUNCHER)
         answers = torch.tensor([stop, slow], dtype=torch.int32, device=self.device)
         dist.all_reduce(answers, op=dist.ReduceOp.MAX)  # one yes is enough
         self.stopping, slow = answers.bool().tolist()
-        self.interval = 1 if slow or step == 1 else 10  # in steps. Step 1 has no time yet.
+        self.interval = 1 if slow or step == 1 else 10  # at step 1 none was timed
         self.ask_at_step = step + self.interval
         self.asked_at = time.perf_counter()
 
     @torch.no_grad()
     def _evaluate(self) -> tuple[torch.Tensor, torch.Tensor]:
         for buffer in self.model.buffers():  # say BatchNorm's statistics: all test with rank 0's
-            values = buffer.contiguous()  # if it is a view, gloo writes over what lies between
+            values = buffer.contiguous()  # a strided view has gaps, and gloo would write into them
             dist.broadcast(values, src=0)
             buffer.copy_(values)
         self.model.eval()
@@ -256,23 +259,13 @@ def open_store(timeout: datetime.timedelta) -> dist.Store:
     """Where the ranks find each other. init_process_group() would leave no place for the prefix."""
     if os.environ["WORLD_SIZE"] == "1" and not dist.is_torchelastic_launched():
         return dist.HashStore()  # of one process alone, say for a debugger
-    store, *_ = next(dist.rendezvous("env://", timeout=timeout))  # torchrun's
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))  # and rank, world_size
     if os.environ["WORLD_SIZE"] == os.environ["LOCAL_WORLD_SIZE"]:  # one node
         # torchrun keeps one store for all attempts, and a crashed one's keys would mislead the next
-        # (pytorch#135712). So each attempt puts its number before its keys. Of several nodes, each
-        # has a number of its own.
+        # (pytorch#135712). So each attempt puts its number before its keys. Several nodes may count
+        # differently, and ranks with unequal prefixes would never meet.
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     return store
-
-
-def compare_options(args: argparse.Namespace) -> None:
-    may_differ = {"data_dir", "snapshot_path", "num_workers", "local_rank"}
-    rank_0 = [vars(args)]
-    dist.broadcast_object_list(rank_0)  # a node with other options would hang the run, or worse
-    for name, value in rank_0[0].items():
-        own = vars(args)[name]
-        if own != value and name not in may_differ:
-            sys.exit(f"error: {name} is {value} on rank 0 and {own} on rank {dist.get_rank()}")
 
 
 def load_train_objs(args: argparse.Namespace, device: torch.device) -> tuple:
@@ -280,7 +273,7 @@ def load_train_objs(args: argparse.Namespace, device: torch.device) -> tuple:
     set_seed(args.seed)
     model = build_model(args.model, train_set[0][0].shape).to(device)  # load your model
     optimizer = torch.optim.SGD(model.parameters(), args.lr, args.momentum)  # your optimizer
-    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1)  # your schedule
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1)  # your schedule: none yet
     return train_set, test_set, model, optimizer, schedule
 
 
@@ -307,9 +300,9 @@ def prepare_dataloader(
         dataset,
         batch_size=batch_size,
         sampler=sampler,
-        collate_fn=collate,  # your batches: it stacks samples, and passes whole batches on
-        # The loader draws its workers' seed from this. If it drew from torch's global generator, a
-        # resumed run would have other dropout.
+        collate_fn=collate,  # your batches: stacks samples, unless __getitems__ has done so
+        # The loader draws a seed from this when its workers start. From torch's global generator,
+        # that draw would change the dropout of a resumed run.
         generator=torch.Generator(),
         pin_memory=args.device not in ("cpu", "mps"),  # so copies overlap the computation
         # num_workers, started in the way that common/loader.py explains.
@@ -335,18 +328,28 @@ def main(args: argparse.Namespace) -> int:
     trainer.train(args.total_epochs)
     log(f"Total time: {time.perf_counter() - start:.3f}s")
     stopped = trainer.stopping
-    dist.barrier()  # until rank 0 has saved, because torchrun ends all when one returns 143
+    dist.barrier()  # until rank 0 has saved. torchrun ends the others when one returns 143.
     del trainer  # DDP holds the group, whose threads may hang or abort a rank when Python ends
     dist.destroy_process_group()
     return 143 if stopped else 0  # 128 + SIGTERM, because 0 would report success
 
 
-# --- stops, reading snapshots, messages and options: skip these on a first reading ------------
+# --- stops, snapshots, messages and options: on a first reading, go on to the last block -------
 
 
 def on_stop_signal(signum: int, frame: object) -> None:
     global stop_requested
     stop_requested = True  # the ranks agree on it in _agree_on_stopping()
+
+
+def compare_options(args: argparse.Namespace) -> None:
+    may_differ = {"data_dir", "snapshot_path", "num_workers", "local_rank"}
+    rank_0 = [vars(args)]
+    dist.broadcast_object_list(rank_0)  # a node with other options would hang the run, or worse
+    for name, value in rank_0[0].items():
+        own = vars(args)[name]
+        if own != value and name not in may_differ:
+            sys.exit(f"error: {name} is {value} on rank 0 and {own} on rank {dist.get_rank()}")
 
 
 def read_snapshot(args: argparse.Namespace) -> dict | None:

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused. If DDP imported it later, it would keep the group alive
+import torch.distributed.nn  # unused. Imported later, its default arguments would hold the group
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
@@ -76,7 +76,7 @@ class Trainer:
 
     def _run_epoch(self, epoch: int) -> torch.Tensor:
         set_seed(self.args.seed, self.rank, epoch)  # so a resumed run has the same dropout
-        self.train_data.generator.manual_seed(torch.initial_seed())  # for the loader's workers
+        self.train_data.generator.manual_seed(torch.initial_seed())  # set_seed()'s, for the workers
         self.train_data.sampler.set_epoch(epoch)  # another order, the same on all ranks
         name = self.device.type.upper().replace("CUDA", "GPU")  # the tutorials print [GPU0]
         line = f"Epoch {epoch} | Batchsize: {self.args.batch_size} | Steps: {len(self.train_data)}"
@@ -92,13 +92,13 @@ class Trainer:
             loss_sum += loss * len(targets)
             if self.args.log_interval and step % self.args.log_interval == 0:
                 log(f"Epoch {epoch} | Step {step} | Loss of rank 0: {loss.item():.6f}")
-        dist.all_reduce(loss_sum)
+        dist.all_reduce(loss_sum)  # in place: the sum over all ranks
         return loss_sum
 
     @torch.no_grad()
     def _evaluate(self) -> tuple[torch.Tensor, torch.Tensor]:
         for buffer in self.model.buffers():  # say BatchNorm's statistics: all test with rank 0's
-            values = buffer.contiguous()  # if it is a view, gloo writes over what lies between
+            values = buffer.contiguous()  # a strided view has gaps, and gloo would write into them
             dist.broadcast(values, src=0)
             buffer.copy_(values)
         self.model.eval()
@@ -169,7 +169,7 @@ def ddp_setup(local_rank: int, args: argparse.Namespace) -> torch.device:
         use_deterministic_kernels()
     device = torch.device("cpu")
     if args.device != "cpu":
-        device = torch.device(args.device, args.first_device + local_rank)
+        device = torch.device(args.device, args.first_device + local_rank)  # from $LOCAL_RANK or 0
         torch.accelerator.set_device_index(device.index)
     if "OMP_NUM_THREADS" not in os.environ:  # or every process would take all cores
         torch.set_num_threads(max(1, torch.get_num_threads() // args.nproc_per_node))
@@ -187,23 +187,12 @@ def ddp_setup(local_rank: int, args: argparse.Namespace) -> torch.device:
     return device
 
 
-def compare_options(args: argparse.Namespace) -> None:
-    may_differ = {"rank", "nproc_per_node", "first_device", "init_method", "address"}
-    may_differ |= {"data_dir", "snapshot_path", "num_workers"}
-    rank_0 = [vars(args)]
-    dist.broadcast_object_list(rank_0)  # a node with other options would hang the run, or worse
-    for name, value in rank_0[0].items():
-        own = vars(args)[name]
-        if own != value and name not in may_differ:
-            sys.exit(f"error: {name} is {value} on rank 0 and {own} on rank {dist.get_rank()}")
-
-
 def load_train_objs(args: argparse.Namespace, device: torch.device) -> tuple:
     train_set, test_set = load_dataset(args.dataset, args.data_dir)  # load your dataset
     set_seed(args.seed)
     model = build_model(args.model, train_set[0][0].shape).to(device)  # load your model
     optimizer = torch.optim.SGD(model.parameters(), args.lr, args.momentum)  # your optimizer
-    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1)  # your schedule
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1)  # your schedule: none yet
     return train_set, test_set, model, optimizer, schedule
 
 
@@ -214,9 +203,9 @@ def prepare_dataloader(
         dataset,
         batch_size=batch_size,
         sampler=sampler,
-        collate_fn=collate,  # your batches: it stacks samples, and passes whole batches on
-        # The loader draws its workers' seed from this. If it drew from torch's global generator, a
-        # resumed run would have other dropout.
+        collate_fn=collate,  # your batches: stacks samples, unless __getitems__ has done so
+        # The loader draws a seed from this when its workers start. From torch's global generator,
+        # that draw would change the dropout of a resumed run.
         generator=torch.Generator(),
         pin_memory=args.device not in ("cpu", "mps"),  # so copies overlap the computation
         # num_workers, started in the way that common/loader.py explains.
@@ -225,7 +214,8 @@ def prepare_dataloader(
 
 
 def main(local_rank: int, args: argparse.Namespace) -> None:
-    # SIGINT ends this rank at once. It comes from Ctrl-C, or from Linux when the parent dies.
+    # SIGINT ends this rank at once. It comes from Ctrl-C, and mp.spawn has Linux send it when the
+    # parent dies.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         device = ddp_setup(local_rank, args)
@@ -244,7 +234,7 @@ def main(local_rank: int, args: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-# --- stops, reading snapshots, messages and options: skip these on a first reading ------------
+# --- stops, snapshots, messages and options: on a first reading, go on to the last block -------
 
 
 def stop(signum: int, frame: object) -> None:
@@ -252,6 +242,17 @@ def stop(signum: int, frame: object) -> None:
         signal.signal(number, lambda *_: None)  # ignore a second one until all ranks have ended
     os.write(2, b"stopped: --resume goes on from the last snapshot\n")  # print() may be at work
     sys.exit(128 + signum)  # the shells' number for a signal
+
+
+def compare_options(args: argparse.Namespace) -> None:
+    may_differ = {"rank", "nproc_per_node", "first_device", "init_method", "address"}
+    may_differ |= {"data_dir", "snapshot_path", "num_workers"}
+    rank_0 = [vars(args)]
+    dist.broadcast_object_list(rank_0)  # a node with other options would hang the run, or worse
+    for name, value in rank_0[0].items():
+        own = vars(args)[name]
+        if own != value and name not in may_differ:
+            sys.exit(f"error: {name} is {value} on rank 0 and {own} on rank {dist.get_rank()}")
 
 
 def read_snapshot(args: argparse.Namespace) -> dict | None:

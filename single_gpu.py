@@ -64,7 +64,7 @@ class Trainer:
 
     def _run_epoch(self, epoch: int) -> torch.Tensor:
         set_seed(self.args.seed, 0, epoch)  # 0 is the rank. A resumed run has the same dropout.
-        self.train_data.generator.manual_seed(torch.initial_seed())  # for the loader's workers
+        self.train_data.generator.manual_seed(torch.initial_seed())  # set_seed()'s, for the workers
         self.train_data.sampler.generator.manual_seed(self.args.seed + epoch)  # another order
         name = self.device.type.upper().replace("CUDA", "GPU")  # the tutorials print [GPU0]
         line = f"Epoch {epoch} | Batchsize: {self.args.batch_size} | Steps: {len(self.train_data)}"
@@ -147,7 +147,7 @@ def load_train_objs(args: argparse.Namespace, device: torch.device) -> tuple:
     set_seed(args.seed)
     model = build_model(args.model, train_set[0][0].shape).to(device)  # load your model
     optimizer = torch.optim.SGD(model.parameters(), args.lr, args.momentum)  # your optimizer
-    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1)  # your schedule
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1)  # your schedule: none yet
     return train_set, test_set, model, optimizer, schedule
 
 
@@ -158,9 +158,9 @@ def prepare_dataloader(
         dataset,
         batch_size=batch_size,
         sampler=sampler,
-        collate_fn=collate,  # your batches: it stacks samples, and passes whole batches on
-        # The loader draws its workers' seed from this. If it drew from torch's global generator, a
-        # resumed run would have other dropout.
+        collate_fn=collate,  # your batches: stacks samples, unless __getitems__ has done so
+        # The loader draws a seed from this when its workers start. From torch's global generator,
+        # that draw would change the dropout of a resumed run.
         generator=torch.Generator(),
         pin_memory=args.device not in ("cpu", "mps"),  # so copies overlap the computation
         # num_workers, started in the way that common/loader.py explains.
@@ -180,7 +180,7 @@ def main(args: argparse.Namespace) -> None:
     trainer.train(args.total_epochs)
 
 
-# --- reading snapshots, messages and options: skip these on a first reading --------------------
+# --- snapshots, messages and options: on a first reading, go on to the last block --------------
 
 
 def read_snapshot(args: argparse.Namespace) -> dict | None:
