@@ -25,10 +25,9 @@ time.sleep(100)
 """
 
 
-@pytest.mark.slow("four contestants, a minute")
+@pytest.mark.slow("three contestants")
 def test_a_run_measures_all_and_writes_the_page(tmp_path, monkeypatch):
-    peers = ("tutorial, 1 thread", "tutorial, 1 thread, our data")
-    names = ("ddp_spawn.py", report.TOGETHER, *peers)
+    names = ("ddp_spawn.py", report.TOGETHER, "tutorial, 1 thread, our data")
     case = harness.Case(32, 2, names, rounds=1, samples=1024)
     monkeypatch.setattr(harness, "all_cases", lambda *_: [case])
     monkeypatch.setattr(report, "FIRST_STEPS", report.FIRST_STEPS[::2])
@@ -41,7 +40,7 @@ def test_a_run_measures_all_and_writes_the_page(tmp_path, monkeypatch):
     learnt = {record["contestant"]: record["accuracy"] for record in result["records"]}
     assert learnt.keys() == set(names)
     assert all(record["rate"] > 0 for record in result["records"])
-    assert learnt["ddp_spawn.py"] > 15 and learnt[peers[0]] == learnt[peers[1]] > 15
+    assert learnt["ddp_spawn.py"] > 15 and learnt[names[2]] > 15
     page = (tmp_path / "RESULTS.md").read_text()
     assert page == report.page(result) and result["machine"]["Date"] in page
     assert "</svg>" in (tmp_path / "throughput.svg").read_text()

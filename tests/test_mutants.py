@@ -78,7 +78,7 @@ MUTANTS = {
     "test_resume.py::test_an_epoch_goes_on_in_the_middle": [
         (TORCHRUN, 'snapshot.get("samples_seen", 0)', "0"),
     ],
-    "test_resume.py::test_a_stop_in_mid_epoch_goes_on_at_any_world_size": [
+    "test_recipes_models.py::test_zero_is_resumed_to_the_weights_of_sgd": [
         (TORCHRUN, "op=dist.ReduceOp.MAX", "op=dist.ReduceOp.MIN"),
         (TORCHRUN, "+= samples * self.world_size", "+= samples"),
     ],

@@ -40,7 +40,7 @@ def test_what_the_first_command_prints(run, fashion):
 
 
 @pytest.mark.slow("real command lines, one after the other")
-def test_the_commands_run(shell, tmp_path):
+def test_the_commands_run(shell, fashion, tmp_path):
     commands = [row[1].strip("`").removesuffix(" 50 10") for row in table(README, "you have")]
     first, second = (command for command in commands if "--node_rank" in command)
     assert second == first.replace("--node_rank=0", "--node_rank=1")  # test_torchrun.py runs these
@@ -51,12 +51,12 @@ def test_the_commands_run(shell, tmp_path):
         command = command.replace("=gpu", "=2")  # as README says for a CPU
         alone = f"file://{tmp_path}/store --rank 0 --world-size 1"
         command = re.sub(r"tcp://.*--world-size 2", alone, command)
-        assert len(epochs(shell(f"{command} 1 1 --model mlp"))) == 1
+        assert len(epochs(shell(f"{command} 1 1 {' '.join(fashion(100, 10))}"))) == 1
 
 
 @pytest.mark.slow("real command lines, one after the other")
-def test_the_commands_of_reference_and_the_picture(shell, tmp_path):
-    page = REFERENCE.replace("--device cpu", "--device cpu --model mlp")  # the fastest
+def test_the_commands_of_reference_and_the_picture(shell, fashion, tmp_path):
+    page = REFERENCE.replace("--device cpu", f"--device cpu {' '.join(fashion(100, 10))}")
     resumed, restarted = re.findall(r"```bash\n(.*?)```", page, re.S)
     assert [line["epoch"] for line in epochs(shell(resumed))] == [0, 1, 2]
     assert [line["epoch"] for line in epochs(shell(restarted))] == [3, 4]

@@ -44,12 +44,11 @@ def test_a_copy_of_a_script_and_common_learns_and_prints(tmp_path, fashion, scri
     assert left == ["checkpoint.pt"]
 
 
-@pytest.mark.slow("180,000 images")
-def test_mnist_passes_98_5_percent_in_three_epochs(run, tmp_path):
+@pytest.mark.slow("60,000 images")
+def test_mnist_passes_97_percent_in_an_epoch(run, tmp_path):
     """The official gz files, which torchvision verifies and unpacks."""
     source = Path(os.environ.get("MNIST_DIR", ROOT.parent / "shared" / "data")) / "MNIST" / "raw"
     require(None if source.is_dir() else "MNIST_DIR is no folder with MNIST/raw and the gz files")
     shutil.copytree(source, tmp_path / "data" / "MNIST" / "raw")
-    lines = epochs(run("ddp_spawn.py", 3, "--dataset", "mnist"))
-    assert len(lines) == 3 and lines[-1]["total"] == 10_000
-    assert max(line["accuracy"] for line in lines) > 98.5, lines
+    (line,) = epochs(run("ddp_spawn.py", 1, "--dataset", "mnist"))
+    assert line["total"] == 10_000 and line["accuracy"] > 97, line
