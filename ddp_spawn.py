@@ -73,7 +73,7 @@ class Trainer:
 
     def _run_epoch(self, epoch: int) -> torch.Tensor:
         set_seed(self.args.seed, self.rank, epoch)  # so a resumed run has the same dropout
-        self.train_data.generator.manual_seed(torch.initial_seed())  # set_seed()'s, for the workers
+        self.train_data.generator.manual_seed(torch.initial_seed())  # set_seed's seed, for workers
         self.train_data.sampler.set_epoch(epoch)  # another order, the same on all ranks
         name = self.device.type.upper().replace("CUDA", "GPU")  # the tutorials print [GPU0]
         line = f"Epoch {epoch} | Batchsize: {self.args.batch_size} | Steps: {len(self.train_data)}"
@@ -171,7 +171,7 @@ def ddp_setup(rank: int, args: argparse.Namespace) -> torch.device:
     if "OMP_NUM_THREADS" not in os.environ:  # or every process would take all cores
         torch.set_num_threads(max(1, torch.get_num_threads() // args.nproc_per_node))
     loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
-    if loopback:  # connect here, whatever this host's name resolves to
+    if loopback:  # connect on this host, whatever its name resolves to
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     dist.init_process_group(

@@ -106,7 +106,7 @@ class Trainer:
 
     def _run_epoch(self, epoch: int) -> torch.Tensor:
         set_seed(self.args.seed, self.rank, epoch, self.samples_seen)
-        self.train_data.generator.manual_seed(torch.initial_seed())  # set_seed()'s, for the workers
+        self.train_data.generator.manual_seed(torch.initial_seed())  # set_seed's seed, for workers
         self.train_data.sampler.set_epoch(epoch, self.samples_seen)
         self.ask_at_step = self.interval = 1  # see _agree_on_stopping()
         self.asked_at = time.perf_counter()
@@ -259,7 +259,7 @@ def open_store(timeout: datetime.timedelta) -> dist.Store:
     """Where the ranks find each other. init_process_group() would leave no place for the prefix."""
     if os.environ["WORLD_SIZE"] == "1" and not dist.is_torchelastic_launched():
         return dist.HashStore()  # of one process alone, say for a debugger
-    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))  # and rank, world_size
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))  # the others: rank, world_size
     if os.environ["WORLD_SIZE"] == os.environ["LOCAL_WORLD_SIZE"]:  # one node
         # torchrun keeps one store for all attempts, and a crashed one's keys would mislead the next
         # (pytorch#135712). So each attempt puts its number before its keys. Several nodes may count

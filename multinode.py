@@ -76,7 +76,7 @@ class Trainer:
 
     def _run_epoch(self, epoch: int) -> torch.Tensor:
         set_seed(self.args.seed, self.rank, epoch)  # so a resumed run has the same dropout
-        self.train_data.generator.manual_seed(torch.initial_seed())  # set_seed()'s, for the workers
+        self.train_data.generator.manual_seed(torch.initial_seed())  # set_seed's seed, for workers
         self.train_data.sampler.set_epoch(epoch)  # another order, the same on all ranks
         name = self.device.type.upper().replace("CUDA", "GPU")  # the tutorials print [GPU0]
         line = f"Epoch {epoch} | Batchsize: {self.args.batch_size} | Steps: {len(self.train_data)}"
@@ -169,7 +169,7 @@ def ddp_setup(local_rank: int, args: argparse.Namespace) -> torch.device:
         use_deterministic_kernels()
     device = torch.device("cpu")
     if args.device != "cpu":
-        device = torch.device(args.device, args.first_device + local_rank)  # from $LOCAL_RANK or 0
+        device = torch.device(args.device, args.first_device + local_rank)
         torch.accelerator.set_device_index(device.index)
     if "OMP_NUM_THREADS" not in os.environ:  # or every process would take all cores
         torch.set_num_threads(max(1, torch.get_num_threads() // args.nproc_per_node))

@@ -64,7 +64,7 @@ class Trainer:
 
     def _run_epoch(self, epoch: int) -> torch.Tensor:
         set_seed(self.args.seed, 0, epoch)  # 0 is the rank. A resumed run has the same dropout.
-        self.train_data.generator.manual_seed(torch.initial_seed())  # set_seed()'s, for the workers
+        self.train_data.generator.manual_seed(torch.initial_seed())  # set_seed's seed, for workers
         self.train_data.sampler.generator.manual_seed(self.args.seed + epoch)  # another order
         name = self.device.type.upper().replace("CUDA", "GPU")  # the tutorials print [GPU0]
         line = f"Epoch {epoch} | Batchsize: {self.args.batch_size} | Steps: {len(self.train_data)}"
