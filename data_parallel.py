@@ -6,9 +6,9 @@
 
 In every step it copies the model to all GPUs, splits the batch, runs one thread per GPU, and
 gathers outputs and gradients on the first. ddp_spawn.py and ddp_torchrun.py copy the model once,
-move only gradients, and are faster, so torch recommends DDP. This file serves CUDA and ROCm alone
-(pytorch#143239). With one GPU, or on a CPU, it does what single_gpu.py does. To make it yours, edit
-the lines marked "your".
+move only gradients, and are faster, so torch recommends DDP. This file takes CUDA or ROCm GPUs, or
+else the CPU (pytorch#143239). With one GPU, or on a CPU, it does what single_gpu.py does. To make
+it yours, edit the lines marked "your".
 """
 
 import argparse

@@ -89,12 +89,12 @@ class Trainer:
             loss_sum += loss * len(targets)
             if self.args.log_interval and step % self.args.log_interval == 0:
                 log(f"Epoch {epoch} | Step {step} | Loss of rank 0: {loss.item():.6f}")
-        dist.all_reduce(loss_sum)  # in place: the sum over all ranks
+        dist.all_reduce(loss_sum)  # it becomes the sum over all ranks
         return loss_sum
 
     @torch.no_grad()
     def _evaluate(self) -> tuple[torch.Tensor, torch.Tensor]:
-        for buffer in self.model.buffers():  # say BatchNorm's statistics: all test with rank 0's
+        for buffer in self.model.buffers():  # all test with rank 0's, say BatchNorm's statistics
             values = buffer.contiguous()  # a strided view has gaps, and gloo would write into them
             dist.broadcast(values, src=0)
             buffer.copy_(values)
@@ -331,7 +331,7 @@ if __name__ == "__main__":
     args.store = os.path.join(folder.name, "store")
     try:
         mp.spawn(main, args=(args,), nprocs=args.nproc_per_node)
-    except mp.ProcessExitedException as error:  # a code above 0: the rank has said why
+    except mp.ProcessExitedException as error:  # if its code is above 0, it has said why
         sys.exit(error.exit_code if error.exit_code > 0 else f"error: {error}")
     finally:  # no process is left behind
         for process in mp.active_children():

@@ -131,7 +131,7 @@ class Trainer:
             self.samples_seen += samples * self.world_size
             if self.args.log_interval and step % self.args.log_interval == 0:
                 log(f"Epoch {epoch} | Step {step} | Loss of rank 0: {loss.item():.6f}")
-        dist.all_reduce(loss_sum)  # in place: the sum over all ranks
+        dist.all_reduce(loss_sum)  # it becomes the sum over all ranks
         return loss_sum
 
     def _agree_on_stopping(self, step: int) -> None:
@@ -149,7 +149,7 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self) -> tuple[torch.Tensor, torch.Tensor]:
-        for buffer in self.model.buffers():  # say BatchNorm's statistics: all test with rank 0's
+        for buffer in self.model.buffers():  # all test with rank 0's, say BatchNorm's statistics
             values = buffer.contiguous()  # a strided view has gaps, and gloo would write into them
             dist.broadcast(values, src=0)
             buffer.copy_(values)
@@ -259,7 +259,7 @@ def open_store(timeout: datetime.timedelta) -> dist.Store:
     """Where the ranks find each other. init_process_group() would leave no place for the prefix."""
     if os.environ["WORLD_SIZE"] == "1" and not dist.is_torchelastic_launched():
         return dist.HashStore()  # of one process alone, say for a debugger
-    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))  # the others: rank, world_size
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))  # yields rank, world_size, too
     if os.environ["WORLD_SIZE"] == os.environ["LOCAL_WORLD_SIZE"]:  # one node
         # torchrun keeps one store for all attempts, and a crashed one's keys would mislead the next
         # (pytorch#135712). So each attempt puts its number before its keys. Several nodes may count
@@ -345,7 +345,7 @@ def on_stop_signal(signum: int, frame: object) -> None:
 def compare_options(args: argparse.Namespace) -> None:
     may_differ = {"data_dir", "snapshot_path", "num_workers", "local_rank"}
     rank_0 = [vars(args)]
-    dist.broadcast_object_list(rank_0)  # a node with other options would hang the run, or worse
+    dist.broadcast_object_list(rank_0)  # other options would hang the run, or give wrong shards
     for name, value in rank_0[0].items():
         own = vars(args)[name]
         if own != value and name not in may_differ:

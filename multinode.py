@@ -92,12 +92,12 @@ class Trainer:
             loss_sum += loss * len(targets)
             if self.args.log_interval and step % self.args.log_interval == 0:
                 log(f"Epoch {epoch} | Step {step} | Loss of rank 0: {loss.item():.6f}")
-        dist.all_reduce(loss_sum)  # in place: the sum over all ranks
+        dist.all_reduce(loss_sum)  # it becomes the sum over all ranks
         return loss_sum
 
     @torch.no_grad()
     def _evaluate(self) -> tuple[torch.Tensor, torch.Tensor]:
-        for buffer in self.model.buffers():  # say BatchNorm's statistics: all test with rank 0's
+        for buffer in self.model.buffers():  # all test with rank 0's, say BatchNorm's statistics
             values = buffer.contiguous()  # a strided view has gaps, and gloo would write into them
             dist.broadcast(values, src=0)
             buffer.copy_(values)
@@ -248,7 +248,7 @@ def compare_options(args: argparse.Namespace) -> None:
     may_differ = {"rank", "nproc_per_node", "first_device", "init_method", "address"}
     may_differ |= {"data_dir", "snapshot_path", "num_workers"}
     rank_0 = [vars(args)]
-    dist.broadcast_object_list(rank_0)  # a node with other options would hang the run, or worse
+    dist.broadcast_object_list(rank_0)  # other options would hang the run, or give wrong shards
     for name, value in rank_0[0].items():
         own = vars(args)[name]
         if own != value and name not in may_differ:
@@ -366,7 +366,7 @@ if __name__ == "__main__":
     log(f"{line}, up to {args.timeout} s")
     try:
         mp.spawn(main, args=(args,), nprocs=args.nproc_per_node)
-    except mp.ProcessExitedException as error:  # a code above 0: the rank has said why
+    except mp.ProcessExitedException as error:  # if its code is above 0, it has said why
         sys.exit(error.exit_code if error.exit_code > 0 else f"error: {error}")
     finally:  # no process is left behind
         for process in mp.active_children():

@@ -19,7 +19,7 @@ from helpers.ranks import start_server
 from common.data import make_digits
 
 temporary = tempfile.TemporaryDirectory(prefix="ladder-")  # for what torch and killed jobs leave
-signal.signal(signal.SIGINT, signal.default_int_handler)  # `pytest &` ignores it, as would its jobs
+signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs of `pytest &` would ignore it
 machine = pytest.MonkeyPatch()  # holds back what the machine has, while the CPU's tests run
 
 

@@ -137,7 +137,7 @@ def text(file: str) -> str:
     return (ROOT / file).read_text()
 
 
-# In a process that torch's forkserver starts, because importing torch takes most of a test's time.
+# Forked from a process that has torch, because importing it takes most of a test's time.
 PYTEST = """
 import os, sys
 os.chdir({folder!r})
@@ -160,7 +160,8 @@ def test_a_broken_script_is_noticed(tmp_path, test, file, piece, other):
     start_server()
     process = multiprocessing.get_context("forkserver").Process(target=exec, args=(code, {}))
     process.start()
-    process.join()
+    process.join(280)  # seconds
+    process.kill()  # one that hangs has no exit code, and fails below
     what = "does not see it" if piece != other else "fails where nothing is broken"
     output = (tmp_path / "output").read_text()
     assert process.exitcode == (piece != other), f"{test} {what}:\n{output[-2000:]}"

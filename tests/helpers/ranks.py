@@ -22,8 +22,8 @@ PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel", "
 
 @functools.cache
 def start_server() -> None:
-    """The process that all are forked from, before a loader would start it: with torch alone, and
-    deaf to signals."""
+    """Start the process that all ranks are forked from. If a loader started it, it would have torch
+    alone, and hear no signals."""
     multiprocessing.set_forkserver_preload(PRELOAD)
     multiprocessing.forkserver.ensure_running()
 
