@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import gaps
 import gpu
@@ -25,12 +24,12 @@ time.sleep(100)
 """
 
 
-@pytest.mark.slow("three contestants")
+@pytest.mark.slow("two contestants")
 def test_a_run_measures_all_and_writes_the_page(tmp_path, monkeypatch):
-    names = ("ddp_spawn.py", report.TOGETHER, "tutorial, 1 thread, our data")
+    names = ("ddp_spawn.py", "tutorial, 1 thread, our data")
     case = harness.Case(32, 2, names, rounds=1, samples=1024)
     monkeypatch.setattr(harness, "all_cases", lambda *_: [case])
-    monkeypatch.setattr(report, "FIRST_STEPS", report.FIRST_STEPS[::2])
+    monkeypatch.setattr(report, "FIRST_STEPS", report.FIRST_STEPS[1:2])
     monkeypatch.setattr(harness.signal, "signal", lambda *_: None)
     monkeypatch.setattr(
         sys, "argv", ["run.py", "--seconds", "0", "--starts", "1", "--out", str(tmp_path)]
@@ -40,14 +39,13 @@ def test_a_run_measures_all_and_writes_the_page(tmp_path, monkeypatch):
     learnt = {record["contestant"]: record["accuracy"] for record in result["records"]}
     assert learnt.keys() == set(names)
     assert all(record["rate"] > 0 for record in result["records"])
-    assert learnt["ddp_spawn.py"] > 15 and learnt[names[2]] > 15
+    assert min(learnt.values()) > 15
     page = (tmp_path / "RESULTS.md").read_text()
     assert page == report.page(result) and result["machine"]["Date"] in page
     assert "</svg>" in (tmp_path / "throughput.svg").read_text()
-    assert len(result["first steps"]) == 4
+    assert len(result["first steps"]) == 2
     for start in result["first steps"]:
-        assert min(start["seconds"].values()) > 0
-        assert ("joining" in start["seconds"]) is (start["processes"] == 2)
+        assert min(start["seconds"].values()) > 0 and "joining" in start["seconds"]
 
 
 def test_a_contestant_runs_until_its_time_is_up():
@@ -131,39 +129,16 @@ def test_without_a_gpu_there_is_one_sentence(start):
     assert text == f"{said}{str(caught.value).splitlines()[0]}\n"
 
 
-def test_what_a_machine_lacks_is_said_and_left_out(monkeypatch, tmp_path):
-    args = argparse.Namespace(device="cpu", count=2, rehearse=True, until=time.monotonic() + 9)
-    ran = []
-
-    def run_one(case, name, *_, **limits):
-        ran.append(name)
-        return {"case": case.key, "contestant": name, "round": 0, "rate": 1}
-
-    def start(args, folder, *words):
-        ran.append(" ".join(map(str, words)))
-        return SimpleNamespace(finish=lambda seconds: "Trace | fine\n")
-
-    monkeypatch.setattr(harness, "run_one", run_one)
-    monkeypatch.setattr(gpu, "start", start)
-    monkeypatch.setattr(harness, "CONTESTANTS", {**harness.CONTESTANTS})
-    args.torchrun = ()
-    for there in (True, False):
-        if not there:
-            monkeypatch.setattr("shutil.which", lambda _: None)
-            monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
-            args.count = 1
-        lines = gpu.left_out(args)
-        table = gpu.options(args, tmp_path / f"data{there}", "mlp")[0]
-        gpu.waits(args, tmp_path / f"data{there}")
-        assert any("--compile" in what for what in ran) is there
-        assert any("--amp" in what for what in ran) and "| ddp_torchrun.py | 1 |" in table
-        assert "| ddp_torchrun.py, TF32 | 1 (1.00) |" in table  # of the script's own
-        ran.clear()
-    assert lines == [
+def test_what_a_machine_lacks_is_said(monkeypatch, tmp_path):
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
+    args = argparse.Namespace(device="cpu", count=1)
+    assert gpu.left_out(args) == [
         "- `--compile` is left out, because there is no g++.",
         "- `--compile` is left out, because there is no Python.h.",
         "- What needs two devices is left out, because there is one.",
     ]
+    assert not args.compiles
     # Without a driver or a GPU that serves, it is over.
     with pytest.raises(SystemExit, match=r"^error: a sum on each device fails: \w+Error: "):
         gpu.left_out(argparse.Namespace(device="cuda", count=1))
@@ -179,8 +154,7 @@ print(*sys.argv[1:], torch.get_float32_matmul_precision(), layout, bool(fused), 
 """
     (tmp_path / "program.py").write_text(f"import sys\nimport torch\n{program}")
     for switches, model, said in (
-        (("--tf32", "--fused"), "mlp", "high False True True"),
-        (("--channels-last",), "mlp", "highest True False True"),
+        (("--tf32", "--fused", "--channels-last"), "mlp", "high True True True"),
         ((), "vit", "highest False False True"),
     ):
         contestant = harness.Contestant("python", f"{tmp_path}/program.py", switches=switches)
@@ -235,11 +209,6 @@ def test_the_gpu_report_has_rates(rehearse, monkeypatch):
     assert "failed" not in text and text.startswith("## Report of benchmarks/gpu.py\n")
 
 
-@pytest.mark.slow("four jobs that are stopped or killed")
-def test_the_gpu_report_has_the_seconds_of_a_stop_and_a_restart(rehearse):
-    assert len(re.findall(r"^\| .* \| \d+\.\d \|$", rehearse(11), re.M)) == 7
-
-
 def test_gaps_and_waits_in_a_trace():
     def event(cat: str, name: str, ts: float, dur: float) -> dict:
         return {"cat": cat, "name": name, "ts": ts, "dur": dur}
@@ -280,17 +249,3 @@ def test_gaps_without_a_device(run, fashion):
 def test_how_ranks_end_is_counted(run, program):
     text = run("benchmarks/ends.py", ROOT / program, 2)
     assert text == f"torch {torch.__version__}, {Path(program).name}: {{0: 4}}\n"
-
-
-@pytest.mark.slow("imports what a first step imports")
-def test_a_rank_imports_what_keeps_the_group_when_torch_would(run, tmp_path):
-    (tmp_path / "output-own.py").write_text("""
-import os, sys, torch
-before = "torch.distributed.nn" in sys.modules
-torch.optim.SGD([torch.ones(1)], lr=1)
-print(before, "torch.distributed.nn" in sys.modules)
-sys.exit(3 * int(os.environ["RANK"]))
-""")
-    text = run("benchmarks/ends.py", tmp_path / "output-own.py", 1)
-    assert "-own.py, rank 1, status 3:\nFalse True\n" in text
-    assert text.endswith("output-own.py: {0: 1, 3: 1}\n")

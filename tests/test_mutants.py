@@ -3,6 +3,7 @@
 import multiprocessing
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 from helpers.jobs import ROOT, SCRIPTS
@@ -146,7 +147,7 @@ for name in [name for name in os.environ if name.startswith("PYTEST_")]:
 for descriptor in (1, 2):
     os.dup2(os.open("output", os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
 import pytest
-sys.exit(pytest.main(["-n", "0", "-x", "-q", "-m", "", {test!r}]))
+sys.exit(pytest.main(["-n", "0", "-x", "-q", "-m", "", "-k", {names!r}, {test!r}]))
 """
 
 
@@ -156,7 +157,10 @@ def test_a_broken_script_is_noticed(tmp_path, test, file, piece, other):
     ignored = shutil.ignore_patterns(".*", "__pycache__", "data", "*.svg", "*.json", "*.pt")
     shutil.copytree(ROOT, tmp_path, ignore=ignored, dirs_exist_ok=True)
     (tmp_path / file).write_text(text(file).replace(piece, other))
-    code = PYTEST.format(folder=str(tmp_path), test=f"tests/{test}")
+    # The file is one of a test's parameters, or none of them is.
+    stems = [script.removesuffix(".py") for script in SCRIPTS]
+    names = f"{Path(file).stem} or not ({' or '.join(stems)})" if file in SCRIPTS else ""
+    code = PYTEST.format(folder=str(tmp_path), test=f"tests/{test}", names=names)
     start_server()
     process = multiprocessing.get_context("forkserver").Process(target=exec, args=(code, {}))
     process.start()

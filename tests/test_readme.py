@@ -18,7 +18,7 @@ FENCE = re.compile(r"^```.*?^```$", re.M | re.S)
 @pytest.fixture
 def shell(tmp_path, monkeypatch):
     """shell(command) -> its output, in a folder with the scripts."""
-    for name in ("common", "docs", *SCRIPTS):
+    for name in ("common", *SCRIPTS):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -60,6 +60,9 @@ def test_the_commands_of_reference_and_the_picture(shell, fashion, tmp_path):
     resumed, restarted = re.findall(r"```bash\n(.*?)```", page, re.S)
     assert [line["epoch"] for line in epochs(shell(resumed))] == [0, 1, 2]
     assert [line["epoch"] for line in epochs(shell(restarted))] == [3, 4]
+    program = (ROOT / "docs" / "step.py").read_text().replace("STEPS = 30", "STEPS = 4")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "step.py").write_text(program)
     shell(re.search(r"`(torchrun [^`]*docs/step.py)`", README)[1] + " step.svg")
     labels = re.findall(r"> ?([\w ]+)</text>", (tmp_path / "step.svg").read_text())
     assert labels.count("backward") == 3 and "bucket 1" in labels  # two bars and the legend

@@ -62,8 +62,6 @@ slow = pytest.mark.slow("the same in another script, or in another way")
         (NODE2, "SIGKILL of rank 1"),
         pytest.param(SPAWN2, "SIGTERM to all", marks=slow),
         pytest.param(SPAWN2, "Ctrl-C, then SIGTERM", marks=slow),
-        pytest.param(NODE2, "Ctrl-C, then SIGTERM", marks=slow),
-        pytest.param(NODE2, "SIGKILL of the parent", marks=slow),
     ],
 )
 def test_a_job_ends_at_once_and_keeps_its_last_snapshot(start, tmp_path, fashion, launch, how):
@@ -152,7 +150,7 @@ def test_an_exception_of_any_rank(run, fashion, launch, rank):
 
 @pytest.mark.parametrize(
     ("launch", "ends"),
-    [(SPAWN2, 3), (("ddp_torchrun.py",), 1), pytest.param(NODE2, 3, marks=slow)],
+    [(SPAWN2, 3), (("ddp_torchrun.py",), 1)],
 )
 def test_what_is_registered_for_the_end_is_run(run, temporary, fashion, launch, ends):
     """By each rank, and by their parent, because experiment trackers upload then what they have."""
@@ -234,7 +232,6 @@ def test_ctrl_c_while_another_node_is_missing(start, tmp_path):
     ("launch", "whom", "signum", "status", "seconds"),
     [
         (SPAWN2, "parent", signal.SIGINT, 130, 15),
-        pytest.param(NODE2, "parent", signal.SIGTERM, 143, 15, marks=slow),
         pytest.param(SPAWN2, "rank 0", signal.SIGKILL, 1, 35, marks=slow),
         pytest.param((TORCHRUN.format(2),), "parent", signal.SIGTERM, 1, 35, marks=slow),
         pytest.param((TORCHRUN.format(2),), "rank 0", signal.SIGKILL, 1, 35, marks=slow),

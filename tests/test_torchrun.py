@@ -36,19 +36,19 @@ def test_a_restart_goes_on_from_the_last_snapshot_and_a_report_names_the_rank(
     ("rank", "address"), [(1, ""), (0, " --master_addr=localhost --master_port={}")]
 )
 def test_a_killed_rank_is_restarted_as_often_as_it_takes(start, tmp_path, fashion, rank, address):
-    """Three times, in one node's store, which torchrun keeps for all attempts (pytorch#135712)."""
-    options = (6, *fashion(200, 10))
+    """Twice, in one node's store, which torchrun keeps for all attempts (pytorch#135712)."""
+    options = (4, *fashion(200, 10))
     train(tmp_path, "ddp_torchrun.py", 2, *options, "--snapshot-path", "whole.pt")
     with socket.create_server(("localhost", 0)) as free:
         address = address.format(free.getsockname()[1])
-    launch = f"torchrun --nproc_per_node=2 --max-restarts=3{address} ddp_torchrun.py"
+    launch = f"torchrun --nproc_per_node=2 --max-restarts=2{address} ddp_torchrun.py"
     job = start(launch, *options, "--resume", LADDER_SLOW=0)
-    for epoch in (0, 2, 4):
+    for epoch in (0, 2):
         job.wait_for(f"^Epoch {epoch} .* checkpoint saved")
         os.kill(job.workers()[rank], signal.SIGKILL)
     text = job.finish()
-    assert text.count(f"[rank {rank} of 2] ") == 4
-    assert text.count("Resuming training from snapshot at Epoch ") == 3
+    assert text.count(f"[rank {rank} of 2] ") == 3
+    assert text.count("Resuming training from snapshot at Epoch ") == 2
     assert same_bytes(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt"))
 
 
@@ -56,7 +56,7 @@ def test_a_killed_rank_is_restarted_as_often_as_it_takes(start, tmp_path, fashio
 def test_compile_gives_the_same_losses_and_clean_snapshots(run, tmp_path, fashion):
     """In double precision. A laptop without a C++ compiler skips this; CI has one."""
     require(None if shutil.which("g++") else "no C++ compiler")
-    options = (2, *fashion(150, 10), "--log-interval", 1)
+    options = (2, *fashion(160, 10), "--log-interval", 1)
     env = {"LADDER_DTYPE": "float64"}
     expected = losses(run("ddp_torchrun.py", *options, "--snapshot-path", "eager.pt", **env))
     text = run("ddp_torchrun.py", *options, "--compile", TORCH_LOGS="graph_code", **env)
