@@ -135,14 +135,10 @@ def pretend(command_line, monkeypatch):
 
 
 @pytest.fixture
-def calls():
-    return []  # what main() did in the last make(): ("train", its arguments), ...
-
-
-@pytest.fixture
-def make(parse, calls, monkeypatch, tmp_path):
+def make(parse, monkeypatch, tmp_path):
     """make(script, *arguments) -> the module, and the Trainer that its main() makes: of 40 digits,
-    and 10 to test on. The process is a group of its own; nothing is trained yet."""
+    and 10 to test on. The process is a group of its own; nothing is trained yet. make.calls is
+    what main() did: ("train", its arguments), ..."""
     data_parallel = sys.modules["torch.nn.parallel.data_parallel"]
     monkeypatch.setattr(data_parallel, "_get_available_device_type", lambda: None)
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -157,7 +153,7 @@ def make(parse, calls, monkeypatch, tmp_path):
             start_server()
         module, args = parse(script, *arguments)
         data, trainers = (make_digits(40, 0), make_digits(10, 1)), []
-        calls.clear()
+        calls = make.calls = []
 
         def train(self: object, total_epochs: int) -> None:
             calls.append(("train", total_epochs))

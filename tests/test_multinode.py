@@ -40,6 +40,10 @@ class Nodes(Hosts):
         options += ("--world-size", self.count * processes, "--nproc-per-node", processes)
         return self.start(host, "multinode.py", *options, *arguments, **env)
 
+    def link(self, host: int, state: str) -> None:
+        """Pull the host's cable, or put it back. The host keeps its address; packets get lost."""
+        run("ip", "-n", f"ladder{self.number}bridge", "link", "set", f"port{host}", state)
+
 
 @pytest.fixture
 def hosts(tmp_path):
@@ -113,14 +117,14 @@ def test_a_link_that_goes_down(hosts, job):
     nodes, options = hosts(2), (500, *job[0][1:], "--timeout", 8)
     jobs = [nodes.call(rank, *options) for rank in (0, 1)]
     jobs[0].wait_for(r"Epoch 1 \| Step 3 ")
-    nodes.link(1, up=False)
+    nodes.link(1, "down")
     time.sleep(1)
     before = jobs[0].text
     time.sleep(1)
     assert jobs[0].text == before
-    nodes.link(1, up=True)
+    nodes.link(1, "up")
     jobs[0].wait_for(f"^{re.escape(before)}.", seconds=8)
-    nodes.link(1, up=False)
+    nodes.link(1, "down")
     for each in jobs:
         *_, line = each.finish(1, seconds=30).rstrip().splitlines()
         assert re.search("Timed out waiting 8000ms|Application timeout", line), line

@@ -24,9 +24,9 @@ OF_NINE = ("--init-method", "tcp://10.0.0.1:1000", "--rank", 0, "--world-size", 
 
 
 @pytest.fixture
-def tools(make, calls, parse, pretend, monkeypatch, capsys):
+def tools(make, parse, pretend, monkeypatch, capsys):
     patch = {"monkeypatch": monkeypatch, "capsys": capsys}
-    return SimpleNamespace(make=make, calls=calls, parse=parse, pretend=pretend, **patch)
+    return SimpleNamespace(make=make, parse=parse, pretend=pretend, **patch)
 
 
 def trained(tools: SimpleNamespace, script: str, *options: object) -> SimpleNamespace:
@@ -59,7 +59,7 @@ def trained(tools: SimpleNamespace, script: str, *options: object) -> SimpleName
         torch.use_deterministic_algorithms(False)
         patch.setattr(torch.nn.Dropout, "forward", lambda _, inputs: inputs)
         inner(trainer).register_forward_hook(look)
-        did = {name: given for name, *given in tools.calls}
+        did = {name: given for name, *given in tools.make.calls}
         trainer.train(*did["train"])
     text = tools.capsys.readouterr().out
     job.losses = losses(text) + [line["test_loss"] for line in epochs(text)]

@@ -158,10 +158,10 @@ def test_rank_1_leaves_the_file_to_rank_0(make, monkeypatch, script):
 
 
 @every_ddp_script
-def test_nobody_ends_while_rank_0_saves(make, calls, script):
+def test_nobody_ends_while_rank_0_saves(make, script):
     """Or the first process that ends would end the others. DDP ends before its group."""
     make(script)
-    assert calls[1:] == [("train", 5), ("barrier",), ("destroy_process_group",)]
+    assert make.calls[1:] == [("train", 5), ("barrier",), ("destroy_process_group",)]
 
 
 def test_a_restart_that_finds_no_snapshot_warns(make, monkeypatch, capsys):

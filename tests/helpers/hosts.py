@@ -57,7 +57,7 @@ class Hosts(contextlib.AbstractContextManager):
         self.count = count
         self.number, self._claim = self._claimed()
         self._remove()  # what a run that was killed left under this number
-        bridge = self.bridge = f"ladder{self.number}bridge"
+        bridge = f"ladder{self.number}bridge"
         run("ip", "netns", "add", bridge)
         run("ip", "-n", bridge, "link", "add", "br0", "up", "type", "bridge")
         for host in range(count):
@@ -72,11 +72,8 @@ class Hosts(contextlib.AbstractContextManager):
             for other in range(count):
                 address = own if own and other == host else self.address(other)
                 lines.append(f"{address} {self.name(other)}")
-            folder = NETNS / name
-            while not folder.is_dir():  # another process may take the empty parent away
-                with contextlib.suppress(FileNotFoundError):
-                    folder.mkdir(parents=True)
-            (folder / "hosts").write_text("\n".join(lines) + "\n")
+            (NETNS / name).mkdir(parents=True, exist_ok=True)
+            (NETNS / name / "hosts").write_text("\n".join(lines) + "\n")
 
     @staticmethod
     def _claimed() -> tuple[int, socket.socket]:
@@ -117,10 +114,6 @@ class Hosts(contextlib.AbstractContextManager):
         env = {"RANK": rank, "WORLD_SIZE": self.count, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
         return env | {"MASTER_ADDR": self.address(0), "MASTER_PORT": 22225}
 
-    def link(self, host: int, up: bool) -> None:
-        """Pull the host's cable, or put it back. The host keeps its address; packets get lost."""
-        run("ip", "-n", self.bridge, "link", "set", f"port{host}", "up" if up else "down")
-
     def shape(self, rate: str) -> None:
         """Limit what each host can send, for instance to "100mbit"."""
         tbf = ("root", "tbf", "rate", rate, "burst", "64k", "latency", "400ms")
@@ -139,5 +132,3 @@ class Hosts(contextlib.AbstractContextManager):
                 subprocess.run(["kill", "-KILL", *pids], stderr=subprocess.DEVNULL)
             run("ip", "netns", "del", name)
             shutil.rmtree(NETNS / name, ignore_errors=True)
-        with contextlib.suppress(OSError):  # not empty, or not there
-            NETNS.rmdir()

@@ -42,7 +42,7 @@ class Job:
         self.mark = uuid.uuid4().hex
         # One thread a process, as tests run side by side; an empty variable in `env` is one that
         # is not set.
-        env = {"OMP_NUM_THREADS": "1", **env, "LADDER_MARK": self.mark}
+        env = {"OMP_NUM_THREADS": "1", **env, "JOB_MARK": self.mark}
         unset = {name for name, value in env.items() if not value}
         env = {name: value for name, value in {**os.environ, **env}.items() if name not in unset}
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(SITE), env.get("PYTHONPATH"))))

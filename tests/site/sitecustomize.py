@@ -21,7 +21,6 @@ spec = PathFinder.find_spec("sitecustomize", [path for path in sys.path if path 
 if spec:  # the next one on the path counts, too, which may be that of a simulated accelerator
     spec.loader.exec_module(module_from_spec(spec))
 hooks = {name[7:]: value for name, value in os.environ.items() if name.startswith("LADDER_")}
-hooks.pop("MARK", None)  # that is conftest's
 # multiprocessing's resource tracker is a Python process, too, and needs none of this.
 if hooks and not any("resource_tracker" in word for word in sys.orig_argv):
     import torch
