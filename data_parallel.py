@@ -6,9 +6,9 @@
 
 In every step it copies the model to all GPUs, splits the batch, runs one thread per GPU, and
 gathers outputs and gradients on the first. ddp_spawn.py and ddp_torchrun.py copy the model once,
-move only gradients, and are faster, so torch recommends DDP. This file takes CUDA or ROCm GPUs, or
-else the CPU (pytorch#143239). With one GPU, or on a CPU, it does what single_gpu.py does. To make
-it yours, edit the lines marked "your".
+move gradients and no weights, and are faster, so torch recommends DDP. This file takes CUDA or ROCm
+GPUs, or else the CPU. With one GPU, or on a CPU, it does what single_gpu.py does. To make it yours,
+edit the lines marked "your".
 """
 
 import argparse
@@ -52,7 +52,7 @@ class Trainer:
         self.epoch = 0  # the next one to train
         if args.resume:
             self._load_snapshot()
-        self.model = nn.DataParallel(model)  # on one GPU, or on a CPU, it calls the model itself
+        self.model = nn.DataParallel(model)  # not sooner, as a snapshot's names have no "module."
 
     def _run_batch(self, source: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         self.optimizer.zero_grad()
@@ -63,8 +63,8 @@ class Trainer:
         return loss.detach()
 
     def _run_epoch(self, epoch: int) -> torch.Tensor:
-        set_seed(self.args.seed, 0, epoch)  # 0 is the rank. A resumed run has the same dropout.
-        self.train_data.generator.manual_seed(torch.initial_seed())  # set_seed's seed, for workers
+        set_seed(self.args.seed, 0, epoch)  # so a resumed run has the same dropout; 0 is the rank
+        self.train_data.generator.manual_seed(torch.initial_seed())  # loader workers start from it
         self.train_data.sampler.generator.manual_seed(self.args.seed + epoch)  # another order
         name = self.device.type.upper().replace("CUDA", "GPU")  # the tutorials print [GPU0]
         line = f"Epoch {epoch} | Batchsize: {self.args.batch_size} | Steps: {len(self.train_data)}"
@@ -159,8 +159,8 @@ def prepare_dataloader(
         batch_size=batch_size,
         sampler=sampler,
         collate_fn=collate,  # your batches: stacks samples, unless __getitems__ has done so
-        # The loader draws a seed from this when its workers start. From torch's global generator,
-        # that draw would change the dropout of a resumed run.
+        # The loader draws its workers' seed from this one. A resumed run draws once more, and from
+        # torch's global generator that would give it another dropout.
         generator=torch.Generator(),
         pin_memory=args.device not in ("cpu", "mps"),  # so copies overlap the computation
         # num_workers, started in the way that common/loader.py explains.
@@ -193,7 +193,7 @@ def read_snapshot(args: argparse.Namespace) -> dict | None:
     except Exception as error:  # torch.load raises many kinds of errors
         reason = repr(error).split("error: ")[-1]  # without torch's advice before it
         sys.exit(f"error: {path} is not a snapshot of these scripts ({reason:.200})")
-    # The optimizer's state holds the old settings, and would silently overrule new ones.
+    # A run goes on with what it began with. The optimizer's state would overrule a new --lr.
     for name in ("dataset", "model", "lr", "momentum", "seed"):  # your settings
         given = str(getattr(args, name))
         if saved.get(name) != given:
@@ -232,9 +232,9 @@ def parse_args() -> argparse.Namespace:
     add("--log-interval", type=int, default=0, help="steps between loss lines (0: none)")
     add("--snapshot-path", default="checkpoint.pt")
     add("--resume", action="store_true", help="go on from the snapshot where there is one")
-    args = parser.parse_intermixed_args()
+    args = parser.parse_intermixed_args()  # takes 50 --resume 10, too
     args.model = args.model or DEFAULT_MODEL[args.dataset]  # your model
-    args.device = "cuda" if torch.cuda.is_available() else "cpu"  # torch's split serves no other
+    args.device = "cuda" if torch.cuda.is_available() else "cpu"  # torch can scatter to no other
     found = torch.accelerator.current_accelerator(check_available=True)
     if args.device == "cpu" and found and found.type != "mps":
         parser.error(f"nn.DataParallel fails on {found.type} (pytorch#143239): use ddp_spawn.py")

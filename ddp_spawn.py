@@ -9,7 +9,7 @@ The global batch is --batch-size times the processes, so with four it is that of
 `single_gpu.py --batch-size 128`. mp.spawn starts Python anew for each process, imports this file
 there (hence the main guard) and calls main(rank, ...). Ctrl-C ends all processes, and --resume goes
 on from the last snapshot. To make this file yours, edit the lines marked "your". ddp_torchrun.py
-adds restarts, stops that save in mid-epoch, accumulation and AMP, and runs on one device, too.
+adds restarts, stops that save in mid-epoch, accumulation and AMP.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused. Imported later, its default arguments would hold the group
+import torch.distributed.nn  # unused. An optimizer imports it, and then its defaults hold the group
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
@@ -61,7 +61,7 @@ class Trainer:
         self.epoch = 0  # the next one to train
         if args.resume:
             self._load_snapshot()
-        self.model = DDP(model)  # copies rank 0's weights to all ranks, on their devices
+        self.model = DDP(model)  # copies rank 0's weights to all; device_ids would only move inputs
 
     def _run_batch(self, source: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         self.optimizer.zero_grad()
@@ -73,7 +73,7 @@ class Trainer:
 
     def _run_epoch(self, epoch: int) -> torch.Tensor:
         set_seed(self.args.seed, self.rank, epoch)  # so a resumed run has the same dropout
-        self.train_data.generator.manual_seed(torch.initial_seed())  # set_seed's seed, for workers
+        self.train_data.generator.manual_seed(torch.initial_seed())  # loader workers start from it
         self.train_data.sampler.set_epoch(epoch)  # another order, the same on all ranks
         name = self.device.type.upper().replace("CUDA", "GPU")  # the tutorials print [GPU0]
         line = f"Epoch {epoch} | Batchsize: {self.args.batch_size} | Steps: {len(self.train_data)}"
@@ -94,7 +94,7 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self) -> tuple[torch.Tensor, torch.Tensor]:
-        for buffer in self.model.buffers():  # all test with rank 0's, say BatchNorm's statistics
+        for buffer in self.model.buffers():  # all test with rank 0's BatchNorm statistics
             values = buffer.contiguous()  # a strided view has gaps, and gloo would write into them
             dist.broadcast(values, src=0)
             buffer.copy_(values)
@@ -104,7 +104,7 @@ class Trainer:
         for source, targets in self.test_data:
             source = source.to(self.device, non_blocking=self.pin_memory)  # your inputs
             targets = targets.to(self.device, non_blocking=self.pin_memory)  # your inputs
-            # Not through DDP, whose forward() may wait for a rank that has no more batches.
+            # Not through DDP, whose forward() would wait for a rank that has no test batch.
             output = self.model.module(source)  # your inputs
             loss_sum += F.cross_entropy(output, targets) * len(targets)  # your loss
             correct += (output.argmax(dim=1) == targets).sum()  # your metric
@@ -204,8 +204,8 @@ def prepare_dataloader(
         batch_size=batch_size,
         sampler=sampler,
         collate_fn=collate,  # your batches: stacks samples, unless __getitems__ has done so
-        # The loader draws a seed from this when its workers start. From torch's global generator,
-        # that draw would change the dropout of a resumed run.
+        # The loader draws its workers' seed from this one. A resumed run draws once more, and from
+        # torch's global generator that would give it another dropout.
         generator=torch.Generator(),
         pin_memory=args.device not in ("cpu", "mps"),  # so copies overlap the computation
         # num_workers, started in the way that common/loader.py explains.
@@ -226,7 +226,7 @@ def main(rank: int, args: argparse.Namespace) -> None:
     trainer = Trainer(model, train_data, test_data, optimizer, schedule, device, args)
     trainer.train(args.total_epochs)
     dist.barrier()  # no rank leaves before rank 0 has saved
-    del trainer  # DDP holds the group, whose threads may hang or abort a rank when Python ends
+    del trainer  # or DDP would hold the group, whose threads may abort a rank when Python ends
     dist.destroy_process_group()
 
 
@@ -250,7 +250,7 @@ def read_snapshot(args: argparse.Namespace) -> dict | None:
     except Exception as error:  # torch.load raises many kinds of errors
         reason = repr(error).split("error: ")[-1]  # without torch's advice before it
         sys.exit(f"error: {path} is not a snapshot of these scripts ({reason:.200})")
-    # The optimizer's state holds the old settings, and would silently overrule new ones.
+    # A run goes on with what it began with. The optimizer's state would overrule a new --lr.
     for name in ("dataset", "model", "lr", "momentum", "seed"):  # your settings
         given = str(getattr(args, name))
         if saved.get(name) != given:
@@ -303,7 +303,7 @@ def parse_args() -> argparse.Namespace:
     add("--log-interval", type=int, default=0, help="steps between loss lines (0: none)")
     add("--snapshot-path", default="checkpoint.pt")
     add("--resume", action="store_true", help="go on from the snapshot where there is one")
-    args = parser.parse_intermixed_args()
+    args = parser.parse_intermixed_args()  # takes 50 --resume 10, too
     args.model = args.model or DEFAULT_MODEL[args.dataset]  # your model
     args.backend = args.backend or default_backend(args.device)
     for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
@@ -321,7 +321,7 @@ def parse_args() -> argparse.Namespace:
 
 if __name__ == "__main__":
     args = parse_args()
-    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")  # a killed rank would warn
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")  # of killed ranks
     signal.signal(signal.SIGINT, stop)  # in the parent, because only it runs this block
     signal.signal(signal.SIGTERM, stop)
     start = time.perf_counter()
@@ -331,7 +331,7 @@ if __name__ == "__main__":
     args.store = os.path.join(folder.name, "store")
     try:
         mp.spawn(main, args=(args,), nprocs=args.nproc_per_node)
-    except mp.ProcessExitedException as error:  # if its code is above 0, it has said why
+    except mp.ProcessExitedException as error:  # above 0, the rank has said why
         sys.exit(error.exit_code if error.exit_code > 0 else f"error: {error}")
     finally:  # no process is left behind
         for process in mp.active_children():

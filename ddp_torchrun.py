@@ -10,11 +10,11 @@
         one to four nodes, which may join and leave
 
 slurm/ has a batch script. The global batch is --batch-size times the processes times --accumulate.
-When a process crashes, torchrun restarts all, and with --resume they go on from the last snapshot.
-Ctrl-C and SIGTERM stop all ranks after the same step, and rank 0 saves. torchrun kills what is left
-after 30 seconds, and exits with 1. Several nodes need the snapshot on a shared disk, and restarts
-there need TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 (docs/multinode.md). `python ddp_torchrun.py` is one
-process, on one device. To make this file yours, edit the lines marked "your".
+When a process crashes, torchrun restarts all, up to --max-restarts times, and with --resume they go
+on from the last snapshot. On several nodes that needs the snapshot on a shared disk and
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 (docs/multinode.md). Ctrl-C and SIGTERM stop all ranks after
+the same step, and rank 0 saves. torchrun kills what is left after 30 seconds, and exits with 1.
+`python ddp_torchrun.py` is one process. To make it yours, edit the lines marked "your".
 
 On a first reading take ddp_setup, Trainer.__init__, _run_batch and main. open_store,
 _agree_on_stopping and ResumableSampler serve restarts and stops.
@@ -34,7 +34,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused. Imported later, its default arguments would hold the group
+import torch.distributed.nn  # unused. An optimizer imports it, and then its defaults hold the group
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -80,7 +80,7 @@ class Trainer:
         self.stopping = False
         if args.resume:
             self._load_snapshot()
-        # DDP copies rank 0's weights to all ranks. Gradients lie in the buffers that it sends.
+        # DDP copies rank 0's weights to all ranks. Gradients lie in the buckets that it sends.
         self.model = DDP(model, gradient_as_bucket_view=True)
         if args.compile:
             model.compile(dynamic=False)  # in place, so names stay. A graph for each batch size.
@@ -106,9 +106,9 @@ class Trainer:
 
     def _run_epoch(self, epoch: int) -> torch.Tensor:
         set_seed(self.args.seed, self.rank, epoch, self.samples_seen)
-        self.train_data.generator.manual_seed(torch.initial_seed())  # set_seed's seed, for workers
+        self.train_data.generator.manual_seed(torch.initial_seed())  # loader workers start from it
         self.train_data.sampler.set_epoch(epoch, self.samples_seen)
-        self.ask_at_step = self.interval = 1  # see _agree_on_stopping()
+        self.ask_at_step = self.interval = 1  # in steps; see _agree_on_stopping()
         self.asked_at = time.perf_counter()
         name = self.device.type.upper().replace("CUDA", "GPU")  # the tutorials print [GPU0]
         steps = math.ceil(len(self.train_data) / self.args.accumulate)
@@ -138,18 +138,18 @@ class Trainer:
         # If one rank left the loop alone, the others would wait for it in the next all-reduce. So
         # the ranks ask each other at every tenth step, or at every step if one takes a second.
         torch.zeros((), device=self.device).item()  # waits for the device, to time its steps
-        slow = time.perf_counter() - self.asked_at > self.interval  # more seconds than steps
+        slow = time.perf_counter() - self.asked_at > self.interval  # a step takes over a second
         stop = stop_requested or (dist.is_torchelastic_launched() and os.getppid() != LAUNCHER)
         answers = torch.tensor([stop, slow], dtype=torch.int32, device=self.device)
         dist.all_reduce(answers, op=dist.ReduceOp.MAX)  # one yes is enough
         self.stopping, slow = answers.bool().tolist()
-        self.interval = 1 if slow or step == 1 else 10  # at step 1 none was timed
+        self.interval = 1 if slow or step == 1 else 10  # before step 1 none was timed
         self.ask_at_step = step + self.interval
         self.asked_at = time.perf_counter()
 
     @torch.no_grad()
     def _evaluate(self) -> tuple[torch.Tensor, torch.Tensor]:
-        for buffer in self.model.buffers():  # all test with rank 0's, say BatchNorm's statistics
+        for buffer in self.model.buffers():  # all test with rank 0's BatchNorm statistics
             values = buffer.contiguous()  # a strided view has gaps, and gloo would write into them
             dist.broadcast(values, src=0)
             buffer.copy_(values)
@@ -160,7 +160,7 @@ class Trainer:
             source = source.to(self.device, non_blocking=self.pin_memory)  # your inputs
             targets = targets.to(self.device, non_blocking=self.pin_memory)  # your inputs
             with self.autocast:
-                # Not through DDP, whose forward() may wait for a rank that has no more batches.
+                # Not through DDP, whose forward() would wait for a rank that has no test batch.
                 output = self.model.module(source)  # your inputs
                 loss_sum += F.cross_entropy(output, targets) * len(targets)  # your loss
             correct += (output.argmax(dim=1) == targets).sum()  # your metric
@@ -224,7 +224,7 @@ class Trainer:
         self.schedule.load_state_dict(snapshot["schedule"])
         self.epoch = snapshot["epoch"]
         seen = snapshot.get("samples_seen", 0)  # only this script stops in mid-epoch
-        self.samples_seen = seen - seen % self.world_size  # rounded down, if world_size has changed
+        self.samples_seen = seen - seen % self.world_size  # each rank goes on after as many
         log(f"Resuming training from snapshot at Epoch {self.epoch}")
 
 
@@ -301,8 +301,8 @@ def prepare_dataloader(
         batch_size=batch_size,
         sampler=sampler,
         collate_fn=collate,  # your batches: stacks samples, unless __getitems__ has done so
-        # The loader draws a seed from this when its workers start. From torch's global generator,
-        # that draw would change the dropout of a resumed run.
+        # The loader draws its workers' seed from this one. A resumed run draws once more, and from
+        # torch's global generator that would give it another dropout.
         generator=torch.Generator(),
         pin_memory=args.device not in ("cpu", "mps"),  # so copies overlap the computation
         # num_workers, started in the way that common/loader.py explains.
@@ -329,7 +329,7 @@ def main(args: argparse.Namespace) -> int:
     log(f"Total time: {time.perf_counter() - start:.3f}s")
     stopped = trainer.stopping
     dist.barrier()  # until rank 0 has saved. torchrun ends the others when one returns 143.
-    del trainer  # DDP holds the group, whose threads may hang or abort a rank when Python ends
+    del trainer  # or DDP would hold the group, whose threads may abort a rank when Python ends
     dist.destroy_process_group()
     return 143 if stopped else 0  # 128 + SIGTERM, because 0 would report success
 
@@ -345,7 +345,7 @@ def on_stop_signal(signum: int, frame: object) -> None:
 def compare_options(args: argparse.Namespace) -> None:
     may_differ = {"data_dir", "snapshot_path", "num_workers", "local_rank"}
     rank_0 = [vars(args)]
-    dist.broadcast_object_list(rank_0)  # other options would hang the run, or give wrong shards
+    dist.broadcast_object_list(rank_0)  # ranks with other options hang, or train other models
     for name, value in rank_0[0].items():
         own = vars(args)[name]
         if own != value and name not in may_differ:
@@ -362,7 +362,7 @@ def read_snapshot(args: argparse.Namespace) -> dict | None:
     except Exception as error:  # torch.load raises many kinds of errors
         reason = repr(error).split("error: ")[-1]  # without torch's advice before it
         sys.exit(f"error: {path} is not a snapshot of these scripts ({reason:.200})")
-    # The optimizer's state holds the old settings, and would silently overrule new ones.
+    # A run goes on with what it began with. The optimizer's state would overrule a new --lr.
     for name in ("dataset", "model", "lr", "momentum", "seed"):  # your settings
         given = str(getattr(args, name))
         if saved.get(name) != given:
@@ -408,7 +408,7 @@ def parse_args() -> argparse.Namespace:
     add("--deterministic", action="store_true", help="deterministic kernels on an accelerator")
     add("--device", choices=devices, default=devices[0])
     add("--accumulate", type=positive, default=1, help="micro-batches per step")
-    add("--amp", action="store_true", help="automatic mixed precision, in bfloat16")
+    add("--amp", action="store_true", help="mixed precision in bfloat16, which needs no GradScaler")
     add("--compile", action="store_true", help="torch.compile: slow to start; measure if it pays")
     add("--sync-bn", action="store_true", help="BatchNorm over all ranks; not on a CPU")
     add("--local-rank", "--local_rank", help=argparse.SUPPRESS)  # torch.distributed.launch gives it
@@ -418,7 +418,7 @@ def parse_args() -> argparse.Namespace:
     add("--log-interval", type=int, default=0, help="steps between loss lines (0: none)")
     add("--snapshot-path", default="checkpoint.pt")
     add("--resume", action="store_true", help="go on from the snapshot where there is one")
-    args = parser.parse_intermixed_args()
+    args = parser.parse_intermixed_args()  # takes 50 --resume 10, too
     args.model = args.model or DEFAULT_MODEL[args.dataset]  # your model
     args.backend = args.backend or default_backend(args.device)
     path = Path(os.path.realpath(args.snapshot_path))

@@ -13,7 +13,7 @@ load their own data. Rank 0 saves, and with --resume it sends the snapshot to th
 process ends, the others fail in their next all-reduce, or after --timeout. Start all again with
 --resume. Whoever can reach the port can join, so use a private network. docs/multinode.md helps if
 nodes cannot join or are slow. To make this file yours, edit the lines marked "your".
-ddp_torchrun.py restarts by itself, saves in mid-epoch, and runs on one device, too.
+ddp_torchrun.py restarts by itself, and saves in mid-epoch.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused. Imported later, its default arguments would hold the group
+import torch.distributed.nn  # unused. An optimizer imports it, and then its defaults hold the group
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
@@ -64,7 +64,7 @@ class Trainer:
         self.epoch = 0  # the next one to train
         if args.resume:
             self._load_snapshot()
-        self.model = DDP(model)  # copies rank 0's weights to all ranks, on their devices
+        self.model = DDP(model)  # copies rank 0's weights to all; device_ids would only move inputs
 
     def _run_batch(self, source: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         self.optimizer.zero_grad()
@@ -76,7 +76,7 @@ class Trainer:
 
     def _run_epoch(self, epoch: int) -> torch.Tensor:
         set_seed(self.args.seed, self.rank, epoch)  # so a resumed run has the same dropout
-        self.train_data.generator.manual_seed(torch.initial_seed())  # set_seed's seed, for workers
+        self.train_data.generator.manual_seed(torch.initial_seed())  # loader workers start from it
         self.train_data.sampler.set_epoch(epoch)  # another order, the same on all ranks
         name = self.device.type.upper().replace("CUDA", "GPU")  # the tutorials print [GPU0]
         line = f"Epoch {epoch} | Batchsize: {self.args.batch_size} | Steps: {len(self.train_data)}"
@@ -97,7 +97,7 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self) -> tuple[torch.Tensor, torch.Tensor]:
-        for buffer in self.model.buffers():  # all test with rank 0's, say BatchNorm's statistics
+        for buffer in self.model.buffers():  # all test with rank 0's BatchNorm statistics
             values = buffer.contiguous()  # a strided view has gaps, and gloo would write into them
             dist.broadcast(values, src=0)
             buffer.copy_(values)
@@ -107,7 +107,7 @@ class Trainer:
         for source, targets in self.test_data:
             source = source.to(self.device, non_blocking=self.pin_memory)  # your inputs
             targets = targets.to(self.device, non_blocking=self.pin_memory)  # your inputs
-            # Not through DDP, whose forward() may wait for a rank that has no more batches.
+            # Not through DDP, whose forward() would wait for a rank that has no test batch.
             output = self.model.module(source)  # your inputs
             loss_sum += F.cross_entropy(output, targets) * len(targets)  # your loss
             correct += (output.argmax(dim=1) == targets).sum()  # your metric
@@ -204,8 +204,8 @@ def prepare_dataloader(
         batch_size=batch_size,
         sampler=sampler,
         collate_fn=collate,  # your batches: stacks samples, unless __getitems__ has done so
-        # The loader draws a seed from this when its workers start. From torch's global generator,
-        # that draw would change the dropout of a resumed run.
+        # The loader draws its workers' seed from this one. A resumed run draws once more, and from
+        # torch's global generator that would give it another dropout.
         generator=torch.Generator(),
         pin_memory=args.device not in ("cpu", "mps"),  # so copies overlap the computation
         # num_workers, started in the way that common/loader.py explains.
@@ -230,7 +230,7 @@ def main(local_rank: int, args: argparse.Namespace) -> None:
     trainer = Trainer(model, train_data, test_data, optimizer, schedule, device, args)
     trainer.train(args.total_epochs)
     dist.barrier()  # no rank leaves before rank 0 has saved
-    del trainer  # DDP holds the group, whose threads may hang or abort a rank when Python ends
+    del trainer  # or DDP would hold the group, whose threads may abort a rank when Python ends
     dist.destroy_process_group()
 
 
@@ -248,7 +248,7 @@ def compare_options(args: argparse.Namespace) -> None:
     may_differ = {"rank", "nproc_per_node", "first_device", "init_method", "address"}
     may_differ |= {"data_dir", "snapshot_path", "num_workers"}
     rank_0 = [vars(args)]
-    dist.broadcast_object_list(rank_0)  # other options would hang the run, or give wrong shards
+    dist.broadcast_object_list(rank_0)  # ranks with other options hang, or train other models
     for name, value in rank_0[0].items():
         own = vars(args)[name]
         if own != value and name not in may_differ:
@@ -265,7 +265,7 @@ def read_snapshot(args: argparse.Namespace) -> dict | None:
     except Exception as error:  # torch.load raises many kinds of errors
         reason = repr(error).split("error: ")[-1]  # without torch's advice before it
         sys.exit(f"error: {path} is not a snapshot of these scripts ({reason:.200})")
-    # The optimizer's state holds the old settings, and would silently overrule new ones.
+    # A run goes on with what it began with. The optimizer's state would overrule a new --lr.
     for name in ("dataset", "model", "lr", "momentum", "seed"):  # your settings
         given = str(getattr(args, name))
         if saved.get(name) != given:
@@ -322,7 +322,7 @@ def parse_args() -> argparse.Namespace:
     add("--log-interval", type=int, default=0, help="steps between loss lines (0: none)")
     add("--snapshot-path", default="checkpoint.pt")
     add("--resume", action="store_true", help="go on from the snapshot where there is one")
-    args = parser.parse_intermixed_args()
+    args = parser.parse_intermixed_args()  # takes 50 --resume 10, too
     args.model = args.model or DEFAULT_MODEL[args.dataset]  # your model
     args.backend = args.backend or default_backend(args.device)
     if dist.is_torchelastic_launched():
@@ -332,7 +332,7 @@ def parse_args() -> argparse.Namespace:
     last_rank = args.rank + args.nproc_per_node - 1
     if args.rank < 0 or last_rank >= args.world_size:
         parser.error(f"ranks {args.rank} to {last_rank} are not in 0 to {args.world_size - 1}")
-    args.address = args.init_method  # shown in errors
+    args.address = args.init_method  # for messages
     if args.init_method == "env://":
         args.address = os.path.expandvars("env://$MASTER_ADDR:$MASTER_PORT")
     if args.init_method.startswith("file://"):
@@ -343,7 +343,7 @@ def parse_args() -> argparse.Namespace:
     writable = os.access(path.parent, os.W_OK) and (path.is_file() or not path.exists())
     if args.rank == 0 and not writable:  # the other ranks write nothing
         parser.error(f"--snapshot-path {path}: name a file in a folder that you may write to")
-    args.first_device = int(os.environ.get("LOCAL_RANK", 0))  # the first GPU of this call
+    args.first_device = int(os.environ.get("LOCAL_RANK", 0))  # exported where each GPU has a call
     last_device = args.first_device + args.nproc_per_node - 1
     count = torch.accelerator.device_count()
     if args.device != "cpu" and last_device >= count:
@@ -353,7 +353,7 @@ def parse_args() -> argparse.Namespace:
 
 if __name__ == "__main__":
     args = parse_args()
-    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")  # a killed rank would warn
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")  # of killed ranks
     signal.signal(signal.SIGINT, stop)  # in the parent, because only it runs this block
     signal.signal(signal.SIGTERM, stop)
     start = time.perf_counter()
@@ -366,7 +366,7 @@ if __name__ == "__main__":
     log(f"{line}, up to {args.timeout} s")
     try:
         mp.spawn(main, args=(args,), nprocs=args.nproc_per_node)
-    except mp.ProcessExitedException as error:  # if its code is above 0, it has said why
+    except mp.ProcessExitedException as error:  # above 0, the rank has said why
         sys.exit(error.exit_code if error.exit_code > 0 else f"error: {error}")
     finally:  # no process is left behind
         for process in mp.active_children():

@@ -1,4 +1,4 @@
-"""Train on one device: the program that the next rungs distribute.
+"""Train on one device: the program that the other scripts distribute.
 
     python single_gpu.py                    5 epochs, a snapshot after each
     python single_gpu.py 50 10              50 epochs, a snapshot after every 10th
@@ -7,9 +7,9 @@
 
 It takes the accelerator that torch finds (CUDA, ROCm, XPU, MPS), or else the CPU. Ctrl-C ends it at
 once. --resume then goes on from the last snapshot and ends with the weights of a run that was never
-stopped (on an accelerator with --deterministic). To make this file yours, edit the lines marked
-"your". ddp_torchrun.py runs on one device, too, and adds mixed precision, accumulation and stops
-that save in mid-epoch.
+stopped (an accelerator needs --deterministic for that). To make this file yours, edit the lines
+marked "your". ddp_torchrun.py runs on one device, too. It adds mixed precision, accumulation and a
+snapshot when it is stopped in mid-epoch.
 """
 
 import argparse
@@ -63,8 +63,8 @@ class Trainer:
         return loss.detach()
 
     def _run_epoch(self, epoch: int) -> torch.Tensor:
-        set_seed(self.args.seed, 0, epoch)  # 0 is the rank. A resumed run has the same dropout.
-        self.train_data.generator.manual_seed(torch.initial_seed())  # set_seed's seed, for workers
+        set_seed(self.args.seed, 0, epoch)  # so a resumed run has the same dropout; 0 is the rank
+        self.train_data.generator.manual_seed(torch.initial_seed())  # loader workers start from it
         self.train_data.sampler.generator.manual_seed(self.args.seed + epoch)  # another order
         name = self.device.type.upper().replace("CUDA", "GPU")  # the tutorials print [GPU0]
         line = f"Epoch {epoch} | Batchsize: {self.args.batch_size} | Steps: {len(self.train_data)}"
@@ -159,8 +159,8 @@ def prepare_dataloader(
         batch_size=batch_size,
         sampler=sampler,
         collate_fn=collate,  # your batches: stacks samples, unless __getitems__ has done so
-        # The loader draws a seed from this when its workers start. From torch's global generator,
-        # that draw would change the dropout of a resumed run.
+        # The loader draws its workers' seed from this one. A resumed run draws once more, and from
+        # torch's global generator that would give it another dropout.
         generator=torch.Generator(),
         pin_memory=args.device not in ("cpu", "mps"),  # so copies overlap the computation
         # num_workers, started in the way that common/loader.py explains.
@@ -193,7 +193,7 @@ def read_snapshot(args: argparse.Namespace) -> dict | None:
     except Exception as error:  # torch.load raises many kinds of errors
         reason = repr(error).split("error: ")[-1]  # without torch's advice before it
         sys.exit(f"error: {path} is not a snapshot of these scripts ({reason:.200})")
-    # The optimizer's state holds the old settings, and would silently overrule new ones.
+    # A run goes on with what it began with. The optimizer's state would overrule a new --lr.
     for name in ("dataset", "model", "lr", "momentum", "seed"):  # your settings
         given = str(getattr(args, name))
         if saved.get(name) != given:
@@ -235,7 +235,7 @@ def parse_args() -> argparse.Namespace:
     add("--log-interval", type=int, default=0, help="steps between loss lines (0: none)")
     add("--snapshot-path", default="checkpoint.pt")
     add("--resume", action="store_true", help="go on from the snapshot where there is one")
-    args = parser.parse_intermixed_args()
+    args = parser.parse_intermixed_args()  # takes 50 --resume 10, too
     args.model = args.model or DEFAULT_MODEL[args.dataset]  # your model
     for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if os.environ.get(name, "1") != "1":  # torchrun, srun or mpirun has started several of this

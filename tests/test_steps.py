@@ -49,7 +49,7 @@ def test_dropout_in_training_and_all_units_in_evaluation(make, script):
 
 @every_ddp_script
 def test_evaluation_is_with_the_buffers_of_rank_0_and_not_through_ddp(make, monkeypatch, script):
-    """Ranks with one batch more than others would wait in DDP's forward for ever.
+    """Ranks would wait in DDP's first forward for one that has no batch.
 
     A buffer may be a view. gloo would write over the memory between its values (torch 2.15).
     """
