@@ -366,7 +366,7 @@ if __name__ == "__main__":
     log(f"{line}, up to {args.timeout} s")
     try:
         mp.spawn(main, args=(args,), nprocs=args.nproc_per_node)
-    except mp.ProcessExitedException as error:  # above 0, the rank has said why
+    except mp.ProcessExitedException as error:  # with a code above 0, the rank has said why
         sys.exit(error.exit_code if error.exit_code > 0 else f"error: {error}")
     finally:  # no process is left behind
         for process in mp.active_children():
