@@ -11,6 +11,7 @@ from helpers.ranks import start_server
 
 SINGLE, PARALLEL, SPAWN, TORCHRUN, NODES = SCRIPTS
 DATA, LOADER = "common/data.py", "common/loader.py"
+ENDS = "test_stopping.py::test_a_job_ends_at_once_and_keeps_its_last_snapshot"
 
 # test: [(file, a piece that it has once, what stands there instead), ...]
 MUTANTS = {
@@ -83,8 +84,11 @@ MUTANTS = {
         (TORCHRUN, "op=dist.ReduceOp.MAX", "op=dist.ReduceOp.MIN"),
         (TORCHRUN, "+= samples * self.world_size", "+= samples"),
     ],
-    "test_stopping.py::test_a_job_ends_at_once_and_keeps_its_last_snapshot": [
+    f"{ENDS}[launch3-SIGTERM]": [
         (SPAWN, "signal.signal(signal.SIGTERM, stop)", "pass"),
+        (DATA, "def make_digits(", "def make_digits("),  # and with a job, too
+    ],
+    f"{ENDS}[launch5-SIGKILL of rank 1]": [
         (LOADER, '"worker_init_fn": _end_with_the_rank,', ""),
     ],
     "test_stopping.py::test_torchruns_workers_save_in_mid_epoch[SIGKILL of the parent]": [
@@ -144,6 +148,7 @@ import os, sys
 os.chdir({folder!r})
 for name in [name for name in os.environ if name.startswith("PYTEST_")]:
     del os.environ[name]
+os.environ.pop("PYTHONPATH", None)  # with another sitecustomize.py of ours
 for descriptor in (1, 2):
     os.dup2(os.open("output", os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
 import pytest

@@ -39,27 +39,36 @@ def test_what_the_first_command_prints(run, fashion):
     assert len(shown) == 6 and {*shown} <= {*printed}
 
 
-@pytest.mark.slow("real command lines, one after the other")
-def test_the_commands_run(shell, fashion, tmp_path):
-    commands = [row[1].strip("`").removesuffix(" 50 10") for row in table(README, "you have")]
-    first, second = (command for command in commands if "--node_rank" in command)
-    assert second == first.replace("--node_rank=0", "--node_rank=1")  # test_torchrun.py runs these
-    commands = [c for c in commands if "--node_rank" not in c and "sbatch" not in c]
-    assert [re.search(r"\w+\.py", command)[0] for command in commands] == list(SCRIPTS)
-    commands.append("python -m torch.distributed.launch --nproc_per_node=2 ddp_torchrun.py")
-    for command in commands:
-        command = command.replace("=gpu", "=2")  # as README says for a CPU
-        alone = f"file://{tmp_path}/store --rank 0 --world-size 1"
-        command = re.sub(r"tcp://.*--world-size 2", alone, command)
-        assert len(epochs(shell(f"{command} 1 1 {' '.join(fashion(100, 10))}"))) == 1
+COMMANDS = [row[1].strip("`").removesuffix(" 50 10") for row in table(README, "you have")]
+ON_ONE_NODE = [c for c in COMMANDS if "--node_rank" not in c and "sbatch" not in c]
+LAUNCH = "python -m torch.distributed.launch --nproc_per_node=2 ddp_torchrun.py"
+
+
+def test_there_is_a_command_for_each_script():
+    first, second = (command for command in COMMANDS if "--node_rank" in command)
+    assert second == first.replace("--node_rank=0", "--node_rank=1")  # as in test_multinode.py
+    assert [re.search(r"\w+\.py", command)[0] for command in ON_ONE_NODE] == list(SCRIPTS)
+
+
+@pytest.mark.slow("real command lines")
+@pytest.mark.parametrize("command", [*ON_ONE_NODE, LAUNCH])
+def test_the_command_runs(shell, fashion, tmp_path, command):
+    command = command.replace("=gpu", "=2")  # as README says for a CPU
+    alone = f"file://{tmp_path}/store --rank 0 --world-size 1"
+    command = re.sub(r"tcp://.*--world-size 2", alone, command)
+    assert len(epochs(shell(f"{command} 1 1 {' '.join(fashion(100, 10))}"))) == 1
 
 
 @pytest.mark.slow("real command lines, one after the other")
-def test_the_commands_of_reference_and_the_picture(shell, fashion, tmp_path):
+def test_the_commands_of_reference(shell, fashion):
     page = REFERENCE.replace("--device cpu", f"--device cpu {' '.join(fashion(100, 10))}")
     resumed, restarted = re.findall(r"```bash\n(.*?)```", page, re.S)
     assert [line["epoch"] for line in epochs(shell(resumed))] == [0, 1, 2]
     assert [line["epoch"] for line in epochs(shell(restarted))] == [3, 4]
+
+
+@pytest.mark.slow("traces a ResNet-18")
+def test_the_picture_of_a_step(shell, tmp_path):
     program = (ROOT / "docs" / "step.py").read_text().replace("STEPS = 30", "STEPS = 4")
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "step.py").write_text(program)

@@ -95,6 +95,7 @@ def slurm():
         yield SimpleNamespace(command=command, call=call, wait=wait)
 
 
+@pytest.mark.timeout(600)  # 170 s at a load of 11
 @pytest.mark.slow("a Slurm cluster, and a real job that is started three times")
 def test_the_batch_script_trains_stops_when_told_and_goes_on(slurm, tmp_path):
     """Told to stop as before the time is up, which fails the job, and as at pre-emption."""

@@ -4,6 +4,7 @@ Two scripts leave that to Python and two end their ranks; ddp_torchrun.py saves 
 test_torchrun.py.
 """
 
+import contextlib
 import os
 import random
 import re
@@ -34,7 +35,8 @@ def end(job: Job, how: str) -> tuple[int, list[str]]:
         return -signal.SIGKILL, []
     if how == "SIGTERM to all":
         for each in job.pids():
-            os.kill(each, signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):  # the parent may have ended it by now
+                os.kill(each, signal.SIGTERM)
     elif how == "SIGTERM":
         os.kill(pid, signal.SIGTERM)
     else:
@@ -188,11 +190,13 @@ def test_an_end_while_the_processes_start(start, tmp_path, fashion, launch, how)
 @pytest.mark.parametrize("seed", range(int(os.environ.get("STARTS", 3))))
 def test_nobody_is_left_after_a_signal_at_any_moment(start, fashion, seed):
     """Also after several ones, in any order, with a millisecond or less between them."""
-    draw = random.Random(seed)
+    draw, both = random.Random(seed), (signal.SIGTERM, signal.SIGINT)
     job = start(SPAWN2[0], 999, *SPAWN2[1:], *fashion(100, 10))
-    time.sleep(draw.uniform(0.5, 8))
+    if seed % 3:  # else it imports torch
+        job.wait_for("total_epochs: ")
+    time.sleep(draw.uniform(0, 4))
     begun = "total_epochs: " in job.text
-    for signum in draw.choices((signal.SIGTERM, signal.SIGINT), k=draw.randint(1, 3)):
+    for signum in (both[seed % 2], *draw.choices(both, k=draw.randint(0, 2))):
         (os.killpg if draw.random() < 0.5 else os.kill)(job.process.pid, signum)
         time.sleep(draw.uniform(0, 0.001))
     text = job.finish(None, seconds=20)
@@ -229,17 +233,15 @@ def test_ctrl_c_while_another_node_is_missing(start, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("launch", "whom", "signum", "status", "seconds"),
+    ("launch", "whom", "signum", "status"),
     [
-        (SPAWN2, "parent", signal.SIGINT, 130, 15),
-        pytest.param(SPAWN2, "rank 0", signal.SIGKILL, 1, 35, marks=slow),
-        pytest.param((TORCHRUN.format(2),), "parent", signal.SIGTERM, 1, 35, marks=slow),
-        pytest.param((TORCHRUN.format(2),), "rank 0", signal.SIGKILL, 1, 35, marks=slow),
+        (SPAWN2, "parent", signal.SIGINT, 130),
+        pytest.param(SPAWN2, "rank 0", signal.SIGKILL, 1, marks=slow),
+        pytest.param((TORCHRUN.format(2),), "parent", signal.SIGTERM, 1, marks=slow),
+        pytest.param((TORCHRUN.format(2),), "rank 0", signal.SIGKILL, 1, marks=slow),
     ],
 )
-def test_a_stop_or_a_death_while_another_rank_hangs(
-    start, fashion, launch, whom, signum, status, seconds
-):
+def test_a_stop_or_a_death_while_another_rank_hangs(start, fashion, launch, whom, signum, status):
     """The others wait for it in an all-reduce, for --timeout, 600 seconds."""
     options = (50, *fashion(1000, 10), "--log-interval", 1)
     job = start(*launch, *options)
@@ -248,7 +250,7 @@ def test_a_stop_or_a_death_while_another_rank_hangs(
     os.kill(hanging, signal.SIGSTOP)
     time.sleep(1)
     os.kill(job.process.pid if whom == "parent" else first, signum)
-    text = job.finish(status, seconds=seconds)
+    text = job.finish(status, seconds=60)
     if "torchrun" not in launch[0]:
         said = STOPPED if whom == "parent" else KILLED.format(0)
         assert text.endswith(f"\n{said}\n"), text

@@ -39,8 +39,10 @@ def test_a_killed_rank_is_restarted_as_often_as_it_takes(start, tmp_path, fashio
     """Twice, in one node's store, which torchrun keeps for all attempts (pytorch#135712)."""
     options = (4, *fashion(200, 10))
     train(tmp_path, "ddp_torchrun.py", 2, *options, "--snapshot-path", "whole.pt")
-    with socket.create_server(("localhost", 0)) as free:
-        address = address.format(free.getsockname()[1])
+    held = socket.socket()  # as in helpers/ranks.py
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("localhost", 0))
+    address = address.format(held.getsockname()[1])
     launch = f"torchrun --nproc_per_node=2 --max-restarts=2{address} ddp_torchrun.py"
     job = start(launch, *options, "--resume", LADDER_SLOW=0)
     for epoch in (0, 2):

@@ -95,7 +95,7 @@ class Job:
                     ranks.append((int(rank[1]) if rank else 0, pid))
         return [pid for _, pid in sorted(ranks)]
 
-    def finish(self, status: int | None = 0, seconds: float = 120) -> str:
+    def finish(self, status: int | None = 0, seconds: float = 240) -> str:
         """The whole output, once the job has ended with `status` and left no process behind."""
         try:
             self.process.wait(seconds)

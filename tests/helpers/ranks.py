@@ -30,15 +30,18 @@ def start_server() -> None:
 
 def train(folder: Path, script: Path, processes: int, *arguments: object, dtype: str = "") -> str:
     """What the ranks print that train with this script in this folder, rank 0's first."""
-    with socket.create_server(("localhost", 0)) as free:
-        port = free.getsockname()[1]
+    held = socket.socket()  # so that nobody else gets its port; torch may listen on it
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("localhost", 0))
+    port = held.getsockname()[1]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     env |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_RESTART_COUNT": "0"}
     if Path(script).name not in SCRIPTS[:3]:  # which take it for a mistake
         env |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     start_server()
     given = (folder, str(ROOT / script), processes, [*map(str, arguments)], dtype, env)
-    mp.start_processes(one_rank, given, processes, start_method="forkserver")
+    with held:
+        mp.start_processes(one_rank, given, processes, start_method="forkserver")
     return "".join((folder / f"output-{rank}").read_text() for rank in range(processes))
 
 
