@@ -19,6 +19,7 @@ from helpers.ranks import start_server
 from common.data import make_digits
 
 temporary = tempfile.TemporaryDirectory(prefix="ladder-")  # for what torch and killed jobs leave
+torch.set_num_threads(1)  # tests run side by side
 signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs of `pytest &` would ignore it
 machine = pytest.MonkeyPatch()  # holds back what the machine has, while the CPU's tests run
 
@@ -143,8 +144,6 @@ def make(parse, monkeypatch, tmp_path):
     monkeypatch.setattr(data_parallel, "_get_available_device_type", lambda: None)
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "lo")  # as the scripts do, for all that follows
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tests run side by side
 
     def make(script: str, *arguments: object) -> tuple:
         if dist.is_initialized():
@@ -179,7 +178,6 @@ def make(parse, monkeypatch, tmp_path):
         return module, trainers[0]
 
     yield make
-    torch.set_num_threads(threads)
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow("nodes in network namespaces")
 # In place of ssh: as there, nothing of the first node's environment comes along.
 AGENT = """#!/bin/sh
 host=$1; shift
-exec env -i PATH=/usr/bin:/bin:/usr/sbin HOME={folder} \\
+exec env -i PATH=/usr/bin:/bin:/usr/sbin HOME={folder} OMP_NUM_THREADS=1 \\
     PYTHONPATH={site} LADDER_CPU=1 LADDER_DTYPE=float64 ip netns exec $host unshare --uts \\
     sh -c 'hostname "$0" && cd {folder} && exec sh -c "$*"' $host "$@"
 """
@@ -47,6 +47,7 @@ def test_mpirun_starts_torchrun_on_each_node_or_the_ranks_themselves(tmp_path):
         env |= {"OMPI_ALLOW_RUN_AS_ROOT": 1, "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": 1}
         env |= {"OMPI_MCA_orte_default_hostfile": tmp_path / "nodes"}  # as PBS tells it
         env |= {"PBS_NODEFILE": tmp_path / "nodes", "PYTHONPATH": SITE, "LADDER_DTYPE": "float64"}
+        env |= {"OMP_NUM_THREADS": 1}
         env |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         command = hosts.command(0, ["bash", "-ec", block], env)
         both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
