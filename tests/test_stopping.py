@@ -192,7 +192,7 @@ def test_nobody_is_left_after_a_signal_at_any_moment(start, fashion, seed):
     """Also after several ones, in any order, with a millisecond or less between them."""
     draw, both = random.Random(seed), (signal.SIGTERM, signal.SIGINT)
     job = start(SPAWN2[0], 999, *SPAWN2[1:], *fashion(100, 10))
-    if seed % 3:  # else it imports torch
+    if seed % 3:  # else the signal comes while it imports torch
         job.wait_for("total_epochs: ")
     time.sleep(draw.uniform(0, 4))
     begun = "total_epochs: " in job.text
