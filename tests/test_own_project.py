@@ -1,14 +1,12 @@
 """A script turned into one's own project: the lines marked "your" edited, and no other."""
 
-import os
 import re
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
 from helpers.files import difference, load, same_bytes
-from helpers.jobs import ROOT, SCRIPTS, Job, command, epochs
+from helpers.jobs import ROOT, SCRIPTS, epochs
 from helpers.ranks import train
 
 # As tutorials write them: a sample at a time, without __getitems__. The noise is an augmentation.
@@ -111,18 +109,3 @@ def test_random_augmentation_in_a_run_that_is_resumed(tmp_path):
     train(tmp_path, path, 2, 1, *options)
     train(tmp_path, path, 2, 2, *options, "--resume")
     assert same_bytes(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt"))
-
-
-def test_loader_workers_in_a_run_that_is_stopped_and_resumed(tmp_path):
-    """In mid-epoch, by a signal that all processes get, the workers, too."""
-    data = {"load_dataset(args.dataset, args.data_dir)": "Pairs(650, 1), Pairs(9)"}
-    path = edited(tmp_path, "ddp_torchrun.py", MARKS | DDP | data)
-    options = (1, "--batch-size", 5, "--log-interval", 1, "--num-workers", 1)
-    launch = f"torchrun --standalone --nproc_per_node=2 {path}"
-    job = Job(command(launch, *options), tmp_path, {"LADDER_SLOW": "0"})
-    job.wait_for(r"Epoch 0 \| Step 3 ")
-    os.killpg(job.process.pid, signal.SIGTERM)
-    text = job.finish(None)
-    assert "Stopped at sample " in text and "killed by signal" not in text
-    assert 0 < load(tmp_path / "checkpoint.pt")["samples_seen"] < 650
-    assert len(epochs(train(tmp_path, path, 2, *options, "--resume"))) == 1

@@ -41,9 +41,6 @@ def end(job: Job, how: str) -> tuple[int, list[str]]:
         os.kill(pid, signal.SIGTERM)
     else:
         os.killpg(pid, signal.SIGINT)
-        if how == "Ctrl-C, then SIGTERM":
-            time.sleep(0.001)
-            os.kill(pid, signal.SIGTERM)
         return (-signal.SIGINT, ["KeyboardInterrupt"]) if python else (130, [STOPPED])
     return (-signal.SIGTERM, []) if python else (143, [STOPPED])
 
@@ -62,8 +59,6 @@ slow = pytest.mark.slow("the same in another script, or in another way")
         ((*SPAWN2, "--num-workers", 1), "SIGKILL of rank 1"),
         (NODE2, "SIGTERM to all"),
         (NODE2, "SIGKILL of rank 1"),
-        pytest.param(SPAWN2, "SIGTERM to all", marks=slow),
-        pytest.param(SPAWN2, "Ctrl-C, then SIGTERM", marks=slow),
     ],
 )
 def test_a_job_ends_at_once_and_keeps_its_last_snapshot(start, tmp_path, fashion, launch, how):
@@ -104,7 +99,7 @@ def test_torchruns_workers_save_in_mid_epoch(start, tmp_path, fashion, how):
 
 @pytest.mark.parametrize(
     ("steps", "seconds"),
-    [(1, "0"), pytest.param(2, "0", marks=slow), pytest.param(99, "0:4", marks=slow)],
+    [(1, "0"), pytest.param(99, "0:4", marks=slow)],
 )
 def test_a_stop_is_heard_in_short_epochs_and_between_long_steps(
     start, tmp_path, fashion, steps, seconds
