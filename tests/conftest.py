@@ -31,6 +31,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "PYTHONWARNINGS"):
         machine.delenv(name, raising=False)  # a test that calls ddp_setup leaves them
     machine.setenv("TMPDIR", temporary.name)
+    machine.setenv("OMP_WAIT_POLICY", "passive")  # waiting threads would take other tests' cores
     if item.get_closest_marker("gpu"):
         return
     # For the processes that tests start, in whatever way: sitecustomize.py has the rest.
