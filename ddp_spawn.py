@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused. An optimizer imports it, and then its defaults hold the group
+import torch.distributed.nn  # unused. Imported later, by an optimizer, its defaults hold the group
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn

@@ -34,7 +34,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused. An optimizer imports it, and then its defaults hold the group
+import torch.distributed.nn  # unused. Imported later, by an optimizer, its defaults hold the group
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -224,7 +224,7 @@ class Trainer:
         self.schedule.load_state_dict(snapshot["schedule"])
         self.epoch = snapshot["epoch"]
         seen = snapshot.get("samples_seen", 0)  # only this script stops in mid-epoch
-        self.samples_seen = seen - seen % self.world_size  # each rank goes on after as many
+        self.samples_seen = seen - seen % self.world_size  # a multiple of the new world_size
         log(f"Resuming training from snapshot at Epoch {self.epoch}")
 
 
