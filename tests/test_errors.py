@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.files import idx_files
-from helpers.jobs import NODE2, SCRIPTS, TORCHRUN
+from helpers.jobs import SCRIPTS, TORCHRUN
 
 from common.data import DATASETS, DataError, load_dataset
 from common.model import build_model
@@ -95,24 +95,16 @@ def test_a_rank_that_writes_nothing_needs_no_folder(parse):
     assert parse("multinode.py", *words)[1].snapshot_path == "/no/x.pt"
 
 
-@pytest.mark.parametrize(
-    "launch",
-    [
-        ("single_gpu.py",),
-        ("ddp_spawn.py",),
-        (TORCHRUN.format(2),),
-        pytest.param(NODE2, marks=pytest.mark.slow("the same in another script")),
-    ],
-)
+@pytest.mark.parametrize("launch", ["single_gpu.py", "ddp_spawn.py", TORCHRUN.format(2)])
 def test_a_mistake_on_the_command_line(run, tmp_path, fashion, launch):
     """The line comes first. torchrun adds its report, and a rank that it has lost another."""
     (tmp_path / "checkpoint.pt").write_text("not one")
-    text = run(*launch, 1, *fashion(100, 10), "--resume", status=1)
+    text = run(launch, 1, *fashion(100, 10), "--resume", status=1)
     line = r"^error: checkpoint.pt is not a snapshot of these scripts \(.*\)\n"
     before, after = re.split(line, text, flags=re.M)
     ordinary = re.compile(r"total_epochs: |\[?rank |W\d+ ")
     assert all(ordinary.match(line) for line in before.splitlines()), text
-    assert not after or launch[0] != "single_gpu.py", text
+    assert not after or launch != "single_gpu.py", text
 
 
 def data_error(name: str, folder: Path | str, start: str, end: str) -> None:

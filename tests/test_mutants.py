@@ -20,13 +20,10 @@ MUTANTS = {
         (NODES, "set_seed(args.seed)", "set_seed(args.seed, dist.get_rank())"),
         (SPAWN, "range(rank, len(test_set), dist.get_world_size())", "range(len(test_set))"),
         (NODES, "dist.all_reduce(loss_sum)", "pass"),
+        (SPAWN, "dist.all_reduce(sums)", "pass"),
     ],
     "test_same_job.py::test_no_sample_is_lost_where_the_processes_do_not_divide_the_data": [
         (NODES, "(train_set, seed=args.seed)", "(train_set, seed=args.seed, drop_last=True)"),
-    ],
-    "test_same_job.py::test_evaluation_is_of_the_saved_model": [
-        (NODES, "dist.broadcast(values, src=0)", "pass"),
-        (SPAWN, "dist.all_reduce(sums)", "pass"),
     ],
     "test_data.py::test_cifar10_has_its_own_numbers_for_each_channel": [
         (DATA, "0.2470, 0.2435", "0.2435, 0.2470"),
@@ -34,6 +31,7 @@ MUTANTS = {
     "test_steps.py::test_evaluation_is_with_the_buffers_of_rank_0_and_not_through_ddp": [
         (TORCHRUN, "self.model.module(source)", "self.model(source)"),
         (SPAWN, "buffer.contiguous()", "buffer"),
+        (NODES, "dist.broadcast(values, src=0)", "pass"),
     ],
     "test_steps.py::test_a_step_is_on_the_mean_over_the_batch": [
         (TORCHRUN, "else self.model.no_sync()", "else contextlib.nullcontext()"),

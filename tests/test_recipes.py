@@ -301,7 +301,8 @@ def test_a_metric_of_all_predictions(apply, fashion, tmp_path):
 @pytest.mark.slow("a real torchrun")
 def test_a_debugger_in_one_rank(apply, tmp_path):
     apply("breakpoint", 1, *SMALL)
-    words = command(f"torchrun --standalone --nproc_per_node=2 {tmp_path}/ddp_torchrun.py", 1)
+    launch = f"torchrun --standalone --nproc_per_node=2 {tmp_path}/ddp_torchrun.py"
+    words = command(launch, 1, "--model", "mlp")
     typed = "up\np step * 1111\nc\n"
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, input=typed, cwd=tmp_path, env=env, capture_output=True, text=True)

@@ -161,7 +161,6 @@ def test_what_is_registered_for_the_end_is_run(run, temporary, fashion, launch, 
     ("launch", "how"),
     [
         (SPAWN2, "Ctrl-C"),
-        pytest.param(NODE2, "SIGTERM", marks=slow),
         ((TORCHRUN.format(1), "--timeout", 1), "SIGKILL of the parent"),
     ],
 )

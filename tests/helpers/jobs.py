@@ -48,7 +48,6 @@ class Job:
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(SITE), env.get("PYTHONPATH"))))
         self.folder, self.output = folder, folder / f"output-{self.mark}"
         self.command = command
-        self.output.touch()
         command = [word.replace("file://new", f"file://{self.output}-store") for word in command]
         with self.output.open("wb") as out:
             self.process = subprocess.Popen(
