@@ -133,8 +133,7 @@ def epochs(text: str) -> list[dict[str, float]]:
 
 def losses(text: str) -> list[float]:
     """The loss of every step, with --log-interval 1: rank 0's."""
-    found = re.findall(r"\| Step \d+ \| Loss(?: of rank 0)?: (\S+)", text)
-    return [float(value) for value in found]
+    return [float(loss) for loss in re.findall(r"Step \d+ \| Loss(?: of rank 0)?: (\S+)", text)]
 
 
 def inner(trainer: object) -> torch.nn.Module:
