@@ -7,9 +7,9 @@
 
 The global batch is --batch-size times the processes, so with four it is that of
 `single_gpu.py --batch-size 128`. mp.spawn starts Python anew for each process, imports this file
-there (hence the main guard) and calls main(rank, ...). Ctrl-C ends all processes, and --resume goes
-on from the last snapshot. To make this file yours, edit the lines marked "your". ddp_torchrun.py
-adds restarts, stops that save in mid-epoch, accumulation and AMP.
+there (hence the main guard) and calls main(rank, ...). --resume goes on from the last snapshot. To
+make this file yours, edit the lines marked "your". ddp_torchrun.py adds restarts, snapshots in
+mid-epoch, accumulation and mixed precision.
 """
 
 import argparse
@@ -24,7 +24,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused. Imported later, by an optimizer, its defaults hold the group
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
@@ -36,6 +35,29 @@ from common.data import DATASETS, load_dataset  # your dataset
 from common.loader import collate, worker_options
 from common.model import DEFAULT_MODEL, MODELS, build_model  # your model
 from common.seed import set_seed, use_deterministic_kernels
+
+
+def ddp_setup(rank: int, args: argparse.Namespace) -> torch.device:
+    if args.deterministic:  # before the process group, which chooses its kernels, too
+        use_deterministic_kernels()
+    device = torch.device("cpu")
+    if args.device != "cpu":
+        device = torch.device(args.device, rank)
+        torch.accelerator.set_device_index(rank)
+    if "OMP_NUM_THREADS" not in os.environ:  # or every process would take all cores
+        threads = max(1, torch.get_num_threads() // args.nproc_per_node)
+        torch.set_num_threads(threads if args.device == "cpu" else min(4, threads))
+    dist.init_process_group(
+        args.backend,
+        init_method=args.init_method,
+        rank=rank,
+        world_size=args.nproc_per_node,
+        timeout=datetime.timedelta(seconds=args.timeout),
+        device_id=None if device.type == "cpu" else device,  # so NCCL connects here, or fails here
+    )
+    where = f"device {device} | backend {args.backend}"
+    log(f"[rank {rank} of {args.nproc_per_node}] {where}", every_rank=True)
+    return device
 
 
 class Trainer:
@@ -61,6 +83,9 @@ class Trainer:
         self.epoch = 0  # the next one to train
         if args.resume:
             self._load_snapshot()
+        elif self.rank == 0 and os.path.exists(args.snapshot_path):
+            os.replace(args.snapshot_path, f"{args.snapshot_path}.old")
+            log(f"The snapshot of an earlier run is now {args.snapshot_path}.old")
         self.model = DDP(model)  # copies rank 0's weights to all; device_ids would only move inputs
 
     def _run_batch(self, source: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -73,11 +98,9 @@ class Trainer:
 
     def _run_epoch(self, epoch: int) -> torch.Tensor:
         set_seed(self.args.seed, self.rank, epoch)  # so a resumed run has the same dropout
-        self.train_data.generator.manual_seed(torch.initial_seed())  # loader workers start from it
         self.train_data.sampler.set_epoch(epoch)  # another order, the same on all ranks
-        name = self.device.type.upper().replace("CUDA", "GPU")  # the tutorials print [GPU0]
         line = f"Epoch {epoch} | Batchsize: {self.args.batch_size} | Steps: {len(self.train_data)}"
-        log(f"[{name}{self.rank}] {line}", every_rank=True)
+        log(f"[{'CPU' if self.device.type == 'cpu' else 'GPU'}{self.rank}] {line}", every_rank=True)
         self.model.train()
         loss_sum = torch.zeros((), device=self.device)
         # disable=None: no progress bar where stderr is not a terminal
@@ -94,10 +117,8 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self) -> tuple[torch.Tensor, torch.Tensor]:
-        for buffer in self.model.buffers():  # all test with rank 0's BatchNorm statistics
-            values = buffer.contiguous()  # a strided view has gaps, and gloo would write into them
-            dist.broadcast(values, src=0)
-            buffer.copy_(values)
+        for buffer in self.model.buffers():  # all test with rank 0's, such as BatchNorm's
+            dist.broadcast(buffer, src=0)
         self.model.eval()
         loss_sum = torch.zeros((), device=self.device)
         correct = torch.zeros((), device=self.device)
@@ -122,38 +143,42 @@ class Trainer:
                 sums = torch.stack(self._evaluate())
                 dist.all_reduce(sums)
                 test_loss, correct = sums.tolist()
-                test_loss /= test_size
-                line += f" | Test loss: {test_loss:.4f}"
+                line += f" | Test loss: {test_loss / test_size:.4f}"
                 line += f" | Accuracy: {correct:.0f}/{test_size} ({correct / test_size:.2%})"
             log(f"{line} | {rate:.0f} samples/s")
-            self.schedule.step()  # your schedule: move this if it steps after each batch
+            self.schedule.step()  # your schedule: once an epoch
             self.epoch = epoch + 1
             if self.epoch % self.args.save_every == 0 or self.epoch == total_epochs:
-                if self.rank == 0:
-                    self._save_snapshot()
+                self._save_snapshot()
                 log(f"Epoch {epoch} | Training checkpoint saved at {self.args.snapshot_path}")
 
     def _save_snapshot(self) -> None:  # the tutorials also call it a checkpoint
-        snapshot = {  # only what torch.load(weights_only=True) accepts
+        if not all(parameter.isfinite().all() for parameter in self.model.parameters()):
+            sys.exit("error: weights are NaN or infinite, so they are not saved: try a lower --lr")
+        if self.rank > 0:
+            return
+        snapshot = {
             "model": self.model.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "epoch": self.epoch,
             "args": {name: str(value) for name, value in vars(self.args).items()},  # for --resume
         }
-        path = os.path.realpath(self.args.snapshot_path)  # os.replace() would replace a link itself
-        torch.save(snapshot, f"{path}.tmp")
-        with open(f"{path}.tmp", "rb+") as file:
-            os.fsync(file.fileno())  # all of it is on the disk before it replaces the last snapshot
-        os.replace(f"{path}.tmp", path)
+        torch.save(snapshot, f"{self.args.snapshot_path}.tmp")
+        os.replace(f"{self.args.snapshot_path}.tmp", self.args.snapshot_path)  # whole or not at all
 
     def _load_snapshot(self) -> None:
-        snapshots = [read_snapshot(self.args) if self.rank == 0 else None]
-        dist.broadcast_object_list(snapshots)  # rank 0 reads it, and all start from the same one
-        snapshot = snapshots[0]
-        if snapshot is None:
-            log(f"No snapshot at {self.args.snapshot_path}, starting from the beginning")
+        path = self.args.snapshot_path
+        if not os.path.exists(path):
+            log(f"No snapshot at {path}, starting from the beginning")
             return
+        snapshot = torch.load(path, map_location="cpu", weights_only=True)
+        for name in ("dataset", "model", "lr", "momentum", "seed"):  # your settings
+            saved, given = snapshot["args"].get(name), str(getattr(self.args, name))
+            if saved != given:  # the optimizer's state would overrule a new --lr
+                sys.exit(f"error: {path} was made with --{name} {saved}, not {given}")
+        if snapshot.get("samples_seen"):
+            sys.exit(f"error: {path} was saved in mid-epoch: go on with ddp_torchrun.py")
         self.model.load_state_dict(snapshot["model"])
         self.optimizer.load_state_dict(snapshot["optimizer"])
         self.schedule.load_state_dict(snapshot["schedule"])
@@ -161,38 +186,12 @@ class Trainer:
         log(f"Resuming training from snapshot at Epoch {self.epoch}")
 
 
-def ddp_setup(rank: int, args: argparse.Namespace) -> torch.device:
-    if args.deterministic:  # before the process group, which chooses its kernels, too
-        use_deterministic_kernels()
-    device = torch.device("cpu")
-    if args.device != "cpu":
-        device = torch.device(args.device, rank)
-        torch.accelerator.set_device_index(device.index)
-    if "OMP_NUM_THREADS" not in os.environ:  # or every process would take all cores
-        torch.set_num_threads(max(1, torch.get_num_threads() // args.nproc_per_node))
-    loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
-    if loopback:  # connect on this host, whatever its name resolves to
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
-    dist.init_process_group(
-        args.backend,
-        store=dist.FileStore(args.store, args.nproc_per_node),  # the ranks meet at this file
-        rank=rank,
-        world_size=args.nproc_per_node,
-        timeout=datetime.timedelta(seconds=args.timeout),
-        device_id=None if device.type == "cpu" else device,  # NCCL connects now, on this device
-    )
-    where = f"device {device} | backend {dist.get_backend()} | threads {torch.get_num_threads()}"
-    log(f"[rank {rank} of {args.nproc_per_node}] {where}", every_rank=True)
-    return device
-
-
 def load_train_objs(args: argparse.Namespace, device: torch.device) -> tuple:
+    set_seed(args.seed)  # first, so that a random split of the data is the same in all processes
     train_set, test_set = load_dataset(args.dataset, args.data_dir)  # load your dataset
-    set_seed(args.seed)
     model = build_model(args.model, train_set[0][0].shape).to(device)  # load your model
     optimizer = torch.optim.SGD(model.parameters(), args.lr, args.momentum)  # your optimizer
-    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1)  # your schedule: none yet
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)  # your schedule
     return train_set, test_set, model, optimizer, schedule
 
 
@@ -203,20 +202,13 @@ def prepare_dataloader(
         dataset,
         batch_size=batch_size,
         sampler=sampler,
-        collate_fn=collate,  # your batches: stacks samples, unless __getitems__ has done so
-        # The loader draws its workers' seed from this one. A resumed run draws once more, and from
-        # torch's global generator that would give it another dropout.
-        generator=torch.Generator(),
-        pin_memory=args.device not in ("cpu", "mps"),  # so copies overlap the computation
-        # num_workers, started in the way that common/loader.py explains.
+        collate_fn=collate,  # your batches: needed only by a data set with __getitems__
+        pin_memory=args.device not in ("cpu", "mps"),  # the host goes on while the GPU copies
         **worker_options(args.num_workers),
     )
 
 
 def main(rank: int, args: argparse.Namespace) -> None:
-    # SIGINT ends this rank at once. It comes from Ctrl-C, and mp.spawn has Linux send it when the
-    # parent dies.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     device = ddp_setup(rank, args)
     train_set, test_set, model, optimizer, schedule = load_train_objs(args, device)
     shard = DistributedSampler(train_set, seed=args.seed)  # this rank's share of each epoch
@@ -225,39 +217,8 @@ def main(rank: int, args: argparse.Namespace) -> None:
     test_data = prepare_dataloader(test_set, args.test_batch_size, test_shard, args)
     trainer = Trainer(model, train_data, test_data, optimizer, schedule, device, args)
     trainer.train(args.total_epochs)
-    dist.barrier()  # no rank leaves before rank 0 has saved
-    del trainer  # or DDP would hold the group, whose threads may abort a rank when Python ends
+    del trainer  # if DDP outlives the group, Python may hang at its end
     dist.destroy_process_group()
-
-
-# --- stops, snapshots, messages and options: on a first reading, go on to the last block -------
-
-
-def stop(signum: int, frame: object) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)  # ignore a second one until all ranks have ended
-    os.write(2, b"stopped: --resume goes on from the last snapshot\n")  # print() may be at work
-    sys.exit(128 + signum)  # the shells' number for a signal
-
-
-def read_snapshot(args: argparse.Namespace) -> dict | None:
-    path = args.snapshot_path
-    if not os.path.exists(path):
-        return None
-    try:
-        snapshot = torch.load(path, map_location="cpu", weights_only=True)
-        saved = dict(snapshot["args"])
-    except Exception as error:  # torch.load raises many kinds of errors
-        reason = repr(error).split("error: ")[-1]  # without torch's advice before it
-        sys.exit(f"error: {path} is not a snapshot of these scripts ({reason:.200})")
-    # A run goes on with what it began with. The optimizer's state would overrule a new --lr.
-    for name in ("dataset", "model", "lr", "momentum", "seed"):  # your settings
-        given = str(getattr(args, name))
-        if saved.get(name) != given:
-            sys.exit(f"error: {path} was made with --{name} {saved.get(name)}, not {given}")
-    if snapshot.get("samples_seen"):
-        sys.exit(f"error: {path} was saved in mid-epoch: go on with ddp_torchrun.py")
-    return snapshot
 
 
 def log(line: str, every_rank: bool = False) -> None:
@@ -268,9 +229,9 @@ def log(line: str, every_rank: bool = False) -> None:
 
 
 def default_backend(device: str) -> str | None:
-    backend = dist.get_default_backend_for_device(device)  # NCCL, XCCL or gloo
+    backend = dist.get_default_backend_for_device(device)  # NCCL for CUDA, gloo for the CPU
     backend = backend if dist.is_backend_available(backend) else "gloo"  # Windows has no NCCL
-    return backend if device in dist.Backend.backend_capability[backend] else None  # as for MPS
+    return backend if device in dist.Backend.backend_capability[backend] else None
 
 
 def positive(text: str) -> int:
@@ -297,7 +258,7 @@ def parse_args() -> argparse.Namespace:
     add("--deterministic", action="store_true", help="deterministic kernels on an accelerator")
     add("--device", choices=devices, default=devices[0])
     add("--nproc-per-node", type=positive, help="default: one per device, 2 on a CPU")
-    add("--backend", type=str.lower, choices=dist.Backend.backend_list, help="e.g. nccl")
+    add("--backend", choices=dist.Backend.backend_list, help="e.g. nccl")
     add("--timeout", type=positive, default=600, help="seconds that ranks wait for each other")
     add("--num-workers", type=int, default=0, help="loader processes: try 4 for files")
     add("--log-interval", type=int, default=0, help="steps between loss lines (0: none)")
@@ -306,10 +267,9 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_intermixed_args()  # takes 50 --resume 10, too
     args.model = args.model or DEFAULT_MODEL[args.dataset]  # your model
     args.backend = args.backend or default_backend(args.device)
-    for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
-        if os.environ.get(name, "1") != "1":  # torchrun, srun or mpirun has started several of this
-            parser.error(f"{name} is {os.environ[name]}: start ddp_torchrun.py, or unset {name}")
-    path = Path(os.path.realpath(args.snapshot_path))
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        parser.error(f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: torchrun starts ddp_torchrun.py")
+    path = Path(args.snapshot_path)
     if (path.exists() and not path.is_file()) or not os.access(path.parent, os.W_OK):
         parser.error(f"--snapshot-path {path}: name a file in a folder that you may write to")
     count = 2 if args.device == "cpu" else torch.accelerator.device_count()
@@ -321,20 +281,18 @@ def parse_args() -> argparse.Namespace:
 
 if __name__ == "__main__":
     args = parse_args()
-    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")  # of killed ranks
-    signal.signal(signal.SIGINT, stop)  # in the parent, because only it runs this block
-    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends all ranks, as Ctrl-C does
     start = time.perf_counter()
     line = f"total_epochs: {args.total_epochs}, save_every: {args.save_every}"
     log(f"{line}, batch_size: {args.batch_size}")
-    folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-    args.store = os.path.join(folder.name, "store")
-    try:
-        mp.spawn(main, args=(args,), nprocs=args.nproc_per_node)
-    except mp.ProcessExitedException as error:  # with a code above 0, the rank has said why
-        sys.exit(error.exit_code if error.exit_code > 0 else f"error: {error}")
-    finally:  # no process is left behind
-        for process in mp.active_children():
-            process.kill()
-        folder.cleanup()
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(folder, "store").as_posix().lstrip("/")
+        args.init_method = f"file:///{store}"  # the ranks meet at this file, as a port may be in use
+        try:
+            mp.spawn(main, args=(args,), nprocs=args.nproc_per_node)
+        except mp.ProcessExitedException as error:  # with a code above 0, the rank has said why
+            sys.exit(error.exit_code if error.exit_code > 0 else f"error: {error}")
+        finally:
+            for process in mp.active_children():  # after Ctrl-C they would train on
+                process.kill()
     log(f"Total time: {time.perf_counter() - start:.3f}s")

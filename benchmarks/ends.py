@@ -42,7 +42,7 @@ def train(rank: int, port: int) -> None:
     exec(compile(source, program, "exec"), vars(module))
     if by_hand:
         args = module.parse_args()
-        args.store, args.nproc_per_node = "store", 2
+        args.init_method, args.nproc_per_node = f"file://{os.getcwd()}/store", 2
         module.main(rank if program.name == "ddp_spawn.py" else 0, args)
 
 
@@ -59,7 +59,7 @@ sys.argv[1:] = ["1", "--model", "mlp", "--batch-size", "10", "--device", "cpu"]
 data = common.data.make_digits(40, 0), common.data.make_digits(10, 1)
 common.data.load_dataset = lambda *_: data
 # torch imports this, too, when an optimizer is made, and its functions keep the process group that
-# is there by then. So each rank imports it anew, at that moment or where the program does.
+# is there by then. So each rank imports it anew, at that moment or with the folder common/.
 late = sys.modules.pop("torch.distributed.nn", None)
 sys.modules.pop("torch.distributed.nn.functional", None)
 original = torch.optim.Optimizer.add_param_group
