@@ -287,7 +287,7 @@ if __name__ == "__main__":
     log(f"{line}, batch_size: {args.batch_size}")
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder, "store").as_posix().lstrip("/")
-        args.init_method = f"file:///{store}"  # the ranks meet at this file, as a port may be in use
+        args.init_method = f"file:///{store}"  # the ranks meet here, as a port may be in use
         try:
             mp.spawn(main, args=(args,), nprocs=args.nproc_per_node)
         except mp.ProcessExitedException as error:  # with a code above 0, the rank has said why
