@@ -55,7 +55,7 @@ class Trainer:
         elif os.path.exists(args.snapshot_path):
             os.replace(args.snapshot_path, f"{args.snapshot_path}.old")
             log(f"The snapshot of an earlier run is now {args.snapshot_path}.old")
-        self.model = nn.DataParallel(model)  # not sooner, as a snapshot's names have no "module."
+        self.model = nn.DataParallel(model)  # after loading, as snapshots' names have no "module."
 
     def _run_batch(self, source: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         self.optimizer.zero_grad()
@@ -66,13 +66,13 @@ class Trainer:
         return loss.detach()
 
     def _run_epoch(self, epoch: int) -> torch.Tensor:
-        set_seed(self.args.seed, 0, epoch)  # so a resumed run has the same dropout; 0 is the rank
-        self.train_data.sampler.generator.manual_seed(self.args.seed + epoch)  # another order
+        set_seed(self.args.seed, 0, epoch)  # so a resumed run draws the same dropout; 0 is the rank
+        self.train_data.sampler.generator.manual_seed(self.args.seed + epoch)  # reshuffles
         line = f"Epoch {epoch} | Batchsize: {self.args.batch_size} | Steps: {len(self.train_data)}"
         log(f"[{'CPU' if self.device.type == 'cpu' else 'GPU'}0] {line}")
         self.model.train()
         loss_sum = torch.zeros((), device=self.device)
-        # disable=None: no progress bar where stderr is not a terminal
+        # disable=None: a progress bar on a terminal only
         progress = tqdm(self.train_data, leave=False, disable=None)
         for step, (source, targets) in enumerate(progress, start=1):
             source = source.to(self.device, non_blocking=self.pin_memory)  # your inputs
@@ -84,7 +84,7 @@ class Trainer:
         return loss_sum
 
     @torch.no_grad()
-    def _evaluate(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _evaluate(self) -> torch.Tensor:
         self.model.eval()
         loss_sum = torch.zeros((), device=self.device)
         correct = torch.zeros((), device=self.device)
@@ -94,18 +94,18 @@ class Trainer:
             output = self.model(source)  # your inputs
             loss_sum += F.cross_entropy(output, targets) * len(targets)  # your loss
             correct += (output.argmax(dim=1) == targets).sum()  # your metric
-        return loss_sum, correct
+        return torch.stack((loss_sum, correct))
 
     def train(self, total_epochs: int) -> None:
         train_size = len(self.train_data.dataset)
         test_size = len(self.test_data.dataset)
         for epoch in range(self.epoch, total_epochs):
             start = time.perf_counter()
-            train_loss = self._run_epoch(epoch).item() / train_size  # waits for the device
+            train_loss = self._run_epoch(epoch).item() / train_size  # item() waits for the device
             rate = train_size / (time.perf_counter() - start)
             line = f"Epoch {epoch} | Train loss: {train_loss:.4f}"
-            if test_size > 0:  # without a test set, write test_set = [] in load_train_objs()
-                test_loss, correct = torch.stack(self._evaluate()).tolist()
+            if test_size > 0:  # no test set? Write test_set = [] in load_train_objs()
+                test_loss, correct = self._evaluate().tolist()
                 line += f" | Test loss: {test_loss / test_size:.4f}"
                 line += f" | Accuracy: {correct:.0f}/{test_size} ({correct / test_size:.2%})"
             log(f"{line} | {rate:.0f} samples/s")
@@ -126,7 +126,7 @@ class Trainer:
             "args": {name: str(value) for name, value in vars(self.args).items()},  # for --resume
         }
         torch.save(snapshot, f"{self.args.snapshot_path}.tmp")
-        os.replace(f"{self.args.snapshot_path}.tmp", self.args.snapshot_path)  # whole or not at all
+        os.replace(f"{self.args.snapshot_path}.tmp", self.args.snapshot_path)  # never half a file
 
     def _load_snapshot(self) -> None:
         path = self.args.snapshot_path
@@ -136,7 +136,7 @@ class Trainer:
         snapshot = torch.load(path, map_location="cpu", weights_only=True)
         for name in ("dataset", "model", "lr", "momentum", "seed"):  # your settings
             saved, given = snapshot["args"].get(name), str(getattr(self.args, name))
-            if saved != given:  # the optimizer's state would overrule a new --lr
+            if saved != given:  # the optimizer's state would override a new --lr
                 sys.exit(f"error: {path} was made with --{name} {saved}, not {given}")
         if snapshot.get("samples_seen"):
             sys.exit(f"error: {path} was saved in mid-epoch: go on with ddp_torchrun.py")
@@ -208,15 +208,15 @@ def parse_args() -> argparse.Namespace:
     add("--model", choices=MODELS, help="default: what suits the data set")  # your model
     add("--seed", type=int, default=42)
     add("--deterministic", action="store_true", help="deterministic kernels on an accelerator")
-    add("--num-workers", type=int, default=0, help="loader processes: try 4 for files")
+    add("--num-workers", type=int, default=0, help="processes that load data: try 4 for files")
     add("--log-interval", type=int, default=0, help="steps between loss lines (0: none)")
     add("--snapshot-path", default="checkpoint.pt")
-    add("--resume", action="store_true", help="go on from the snapshot where there is one")
-    args = parser.parse_intermixed_args()  # takes 50 --resume 10, too
-    args.device = "cuda" if torch.cuda.is_available() else "cpu"  # torch can scatter to no other
+    add("--resume", action="store_true", help="go on from the snapshot if there is one")
+    args = parser.parse_intermixed_args()  # also takes 50 --resume 10
+    args.device = "cuda" if torch.cuda.is_available() else "cpu"  # it supports no other device
     args.model = args.model or DEFAULT_MODEL[args.dataset]  # your model
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        parser.error(f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: torchrun starts ddp_torchrun.py")
+        parser.error(f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: use torchrun with ddp_torchrun.py")
     path = Path(args.snapshot_path)
     if (path.exists() and not path.is_file()) or not os.access(path.parent, os.W_OK):
         parser.error(f"--snapshot-path {path}: name a file in a folder that you may write to")

@@ -1,15 +1,15 @@
 """Train on all devices of this node: mp.spawn starts a process for each, DDP connects them.
 
-    python ddp_spawn.py 50 10                  one process per GPU; two on a CPU
-    python ddp_spawn.py --nproc-per-node 4     four; on a CPU they share the cores
-    python ddp_spawn.py 50 10 --resume         go on from checkpoint.pt, where there is one
+    python ddp_spawn.py 50 10                  one process per GPU, or two on a CPU
+    python ddp_spawn.py --nproc-per-node 4     four, which share a CPU's cores
+    python ddp_spawn.py 50 10 --resume         go on from checkpoint.pt, if there is one
     CUDA_VISIBLE_DEVICES=0,2 python ddp_spawn.py
 
-The global batch is --batch-size times the processes, so with four it is that of
-`single_gpu.py --batch-size 128`. mp.spawn starts Python anew for each process, imports this file
-there (hence the main guard) and calls main(rank, ...). --resume goes on from the last snapshot. To
-make this file yours, edit the lines marked "your". ddp_torchrun.py adds restarts, snapshots in
-mid-epoch, accumulation and mixed precision.
+The global batch is --batch-size times the processes. With four it is that of
+`single_gpu.py --batch-size 128`, so you may want to divide --batch-size by four, or to raise --lr.
+mp.spawn starts a new Python for each process, imports this file there (hence the main guard) and
+calls main(rank, ...). To make this file yours, edit the lines marked "your". ddp_torchrun.py adds
+restarts, snapshots within an epoch, accumulation and mixed precision.
 """
 
 import argparse
@@ -38,13 +38,13 @@ from common.seed import set_seed, use_deterministic_kernels
 
 
 def ddp_setup(rank: int, args: argparse.Namespace) -> torch.device:
-    if args.deterministic:  # before the process group, which chooses its kernels, too
+    if args.deterministic:  # before the process group is made, because NCCL reads it there
         use_deterministic_kernels()
     device = torch.device("cpu")
     if args.device != "cpu":
         device = torch.device(args.device, rank)
         torch.accelerator.set_device_index(rank)
-    if "OMP_NUM_THREADS" not in os.environ:  # or every process would take all cores
+    if "OMP_NUM_THREADS" not in os.environ:  # otherwise every process would use all cores
         threads = max(1, torch.get_num_threads() // args.nproc_per_node)
         torch.set_num_threads(threads if args.device == "cpu" else min(4, threads))
     dist.init_process_group(
@@ -53,7 +53,7 @@ def ddp_setup(rank: int, args: argparse.Namespace) -> torch.device:
         rank=rank,
         world_size=args.nproc_per_node,
         timeout=datetime.timedelta(seconds=args.timeout),
-        device_id=None if device.type == "cpu" else device,  # so NCCL connects here, or fails here
+        device_id=None if device.type == "cpu" else device,  # NCCL connects now, or fails now
     )
     where = f"device {device} | backend {args.backend}"
     log(f"[rank {rank} of {args.nproc_per_node}] {where}", every_rank=True)
@@ -72,7 +72,7 @@ class Trainer:
         args: argparse.Namespace,
     ) -> None:
         self.rank = dist.get_rank()
-        self.model = model  # not in DDP yet, because a snapshot's names have no "module."
+        self.model = model  # wrapped in DDP below, so that a snapshot's names have no "module."
         self.train_data = train_data
         self.test_data = test_data
         self.pin_memory = train_data.pin_memory  # non_blocking copies need pinned memory
@@ -97,13 +97,13 @@ class Trainer:
         return loss.detach()
 
     def _run_epoch(self, epoch: int) -> torch.Tensor:
-        set_seed(self.args.seed, self.rank, epoch)  # so a resumed run has the same dropout
-        self.train_data.sampler.set_epoch(epoch)  # another order, the same on all ranks
+        set_seed(self.args.seed, self.rank, epoch)  # so a resumed run draws the same dropout
+        self.train_data.sampler.set_epoch(epoch)  # reshuffles, in the same way on all ranks
         line = f"Epoch {epoch} | Batchsize: {self.args.batch_size} | Steps: {len(self.train_data)}"
         log(f"[{'CPU' if self.device.type == 'cpu' else 'GPU'}{self.rank}] {line}", every_rank=True)
         self.model.train()
         loss_sum = torch.zeros((), device=self.device)
-        # disable=None: no progress bar where stderr is not a terminal
+        # Only rank 0 has a progress bar, and only on a terminal: that is what None stands for.
         progress = tqdm(self.train_data, leave=False, disable=True if self.rank > 0 else None)
         for step, (source, targets) in enumerate(progress, start=1):
             source = source.to(self.device, non_blocking=self.pin_memory)  # your inputs
@@ -112,12 +112,12 @@ class Trainer:
             loss_sum += loss * len(targets)
             if self.args.log_interval and step % self.args.log_interval == 0:
                 log(f"Epoch {epoch} | Step {step} | Loss of rank 0: {loss.item():.6f}")
-        dist.all_reduce(loss_sum)  # it becomes the sum over all ranks
+        dist.all_reduce(loss_sum)  # now the sum over all ranks
         return loss_sum
 
     @torch.no_grad()
-    def _evaluate(self) -> tuple[torch.Tensor, torch.Tensor]:
-        for buffer in self.model.buffers():  # all test with rank 0's, such as BatchNorm's
+    def _evaluate(self) -> torch.Tensor:
+        for buffer in self.model.buffers():  # all ranks use rank 0's BatchNorm statistics
             dist.broadcast(buffer, src=0)
         self.model.eval()
         loss_sum = torch.zeros((), device=self.device)
@@ -129,20 +129,20 @@ class Trainer:
             output = self.model.module(source)  # your inputs
             loss_sum += F.cross_entropy(output, targets) * len(targets)  # your loss
             correct += (output.argmax(dim=1) == targets).sum()  # your metric
-        return loss_sum, correct
+        sums = torch.stack((loss_sum, correct))
+        dist.all_reduce(sums)  # now the sums over all ranks
+        return sums
 
     def train(self, total_epochs: int) -> None:
         train_size = self.train_data.sampler.total_size  # of all ranks, with repeated samples
         test_size = len(self.test_data.dataset)
         for epoch in range(self.epoch, total_epochs):
             start = time.perf_counter()
-            train_loss = self._run_epoch(epoch).item() / train_size  # waits for the device
+            train_loss = self._run_epoch(epoch).item() / train_size  # item() waits for the device
             rate = train_size / (time.perf_counter() - start)
             line = f"Epoch {epoch} | Train loss: {train_loss:.4f}"
-            if test_size > 0:  # without a test set, write test_set = [] in load_train_objs()
-                sums = torch.stack(self._evaluate())
-                dist.all_reduce(sums)
-                test_loss, correct = sums.tolist()
+            if test_size > 0:  # no test set? Write test_set = [] in load_train_objs()
+                test_loss, correct = self._evaluate().tolist()
                 line += f" | Test loss: {test_loss / test_size:.4f}"
                 line += f" | Accuracy: {correct:.0f}/{test_size} ({correct / test_size:.2%})"
             log(f"{line} | {rate:.0f} samples/s")
@@ -165,7 +165,7 @@ class Trainer:
             "args": {name: str(value) for name, value in vars(self.args).items()},  # for --resume
         }
         torch.save(snapshot, f"{self.args.snapshot_path}.tmp")
-        os.replace(f"{self.args.snapshot_path}.tmp", self.args.snapshot_path)  # whole or not at all
+        os.replace(f"{self.args.snapshot_path}.tmp", self.args.snapshot_path)  # never half a file
 
     def _load_snapshot(self) -> None:
         path = self.args.snapshot_path
@@ -175,7 +175,7 @@ class Trainer:
         snapshot = torch.load(path, map_location="cpu", weights_only=True)
         for name in ("dataset", "model", "lr", "momentum", "seed"):  # your settings
             saved, given = snapshot["args"].get(name), str(getattr(self.args, name))
-            if saved != given:  # the optimizer's state would overrule a new --lr
+            if saved != given:  # the optimizer's state would override a new --lr
                 sys.exit(f"error: {path} was made with --{name} {saved}, not {given}")
         if snapshot.get("samples_seen"):
             sys.exit(f"error: {path} was saved in mid-epoch: go on with ddp_torchrun.py")
@@ -213,17 +213,17 @@ def main(rank: int, args: argparse.Namespace) -> None:
     train_set, test_set, model, optimizer, schedule = load_train_objs(args, device)
     shard = DistributedSampler(train_set, seed=args.seed)  # this rank's share of each epoch
     train_data = prepare_dataloader(train_set, args.batch_size, shard, args)
-    test_shard = range(rank, len(test_set), dist.get_world_size())  # not padded: each counts once
+    test_shard = range(rank, len(test_set), dist.get_world_size())  # no padding: each counts once
     test_data = prepare_dataloader(test_set, args.test_batch_size, test_shard, args)
     trainer = Trainer(model, train_data, test_data, optimizer, schedule, device, args)
     trainer.train(args.total_epochs)
-    del trainer  # if DDP outlives the group, Python may hang at its end
+    del trainer  # if DDP outlives its process group, Python may hang when it ends
     dist.destroy_process_group()
 
 
 def log(line: str, every_rank: bool = False) -> None:
     if every_rank or not dist.is_initialized() or dist.get_rank() == 0:
-        # print() would break the progress bar. One write keeps the lines of two ranks apart.
+        # print() would break the progress bar. With one write, two ranks' lines stay apart.
         tqdm.write(f"{line}\n", end="")
         sys.stdout.flush()
 
@@ -247,7 +247,7 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add("total_epochs", nargs="?", type=positive, default=5, help="how many epochs to train")
     add("save_every", nargs="?", type=positive, default=1, help="epochs between two snapshots")
-    add("--batch-size", "--batch_size", type=positive, default=32, help="samples per device")
+    add("--batch-size", "--batch_size", type=positive, default=32, help="samples per process")
     add("--test-batch-size", type=positive, default=1000, help="the same in evaluation")
     add("--lr", type=float, default=0.01, help="learning rate of SGD")  # your optimizer
     add("--momentum", type=float, default=0.9, help="momentum of SGD")  # your optimizer
@@ -260,15 +260,15 @@ def parse_args() -> argparse.Namespace:
     add("--nproc-per-node", type=positive, help="default: one per device, 2 on a CPU")
     add("--backend", choices=dist.Backend.backend_list, help="e.g. nccl")
     add("--timeout", type=positive, default=600, help="seconds that ranks wait for each other")
-    add("--num-workers", type=int, default=0, help="loader processes: try 4 for files")
+    add("--num-workers", type=int, default=0, help="processes that load data: try 4 for files")
     add("--log-interval", type=int, default=0, help="steps between loss lines (0: none)")
     add("--snapshot-path", default="checkpoint.pt")
-    add("--resume", action="store_true", help="go on from the snapshot where there is one")
-    args = parser.parse_intermixed_args()  # takes 50 --resume 10, too
+    add("--resume", action="store_true", help="go on from the snapshot if there is one")
+    args = parser.parse_intermixed_args()  # also takes 50 --resume 10
     args.model = args.model or DEFAULT_MODEL[args.dataset]  # your model
     args.backend = args.backend or default_backend(args.device)
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        parser.error(f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: torchrun starts ddp_torchrun.py")
+        parser.error(f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: use torchrun with ddp_torchrun.py")
     path = Path(args.snapshot_path)
     if (path.exists() and not path.is_file()) or not os.access(path.parent, os.W_OK):
         parser.error(f"--snapshot-path {path}: name a file in a folder that you may write to")
@@ -281,18 +281,18 @@ def parse_args() -> argparse.Namespace:
 
 if __name__ == "__main__":
     args = parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends all ranks, as Ctrl-C does
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM does what Ctrl-C does
     start = time.perf_counter()
     line = f"total_epochs: {args.total_epochs}, save_every: {args.save_every}"
     log(f"{line}, batch_size: {args.batch_size}")
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder, "store").as_posix().lstrip("/")
-        args.init_method = f"file:///{store}"  # the ranks meet here, as a port may be in use
+        args.init_method = f"file:///{store}"  # the ranks meet here; a port may be in use
         try:
             mp.spawn(main, args=(args,), nprocs=args.nproc_per_node)
-        except mp.ProcessExitedException as error:  # with a code above 0, the rank has said why
+        except mp.ProcessExitedException as error:  # a rank that exits by itself has printed why
             sys.exit(error.exit_code if error.exit_code > 0 else f"error: {error}")
         finally:
-            for process in mp.active_children():  # after Ctrl-C they would train on
+            for process in mp.active_children():  # otherwise they would train on after Ctrl-C
                 process.kill()
     log(f"Total time: {time.perf_counter() - start:.3f}s")

@@ -3,7 +3,7 @@
     torchrun --nproc_per_node=gpu ddp_torchrun.py 50 10       one process per GPU of this node
     torchrun --nproc_per_node=4 ddp_torchrun.py --batch-size 8 --accumulate 4 --amp --compile
     torchrun --nnodes=2 --node_rank=0 --nproc_per_node=4 --master_addr=10.0.0.1 ddp_torchrun.py
-        two nodes: the same on the second one, with --node_rank=1
+        two nodes: on the second one the same, with --node_rank=1
 
 The global batch is --batch-size times the processes times --accumulate. A snapshot is saved after
 every save_every-th epoch, and within an epoch after every --save-steps steps. If a process fails,
@@ -44,7 +44,7 @@ from common.seed import set_seed, use_deterministic_kernels
 
 
 def ddp_setup(args: argparse.Namespace) -> torch.device:
-    if args.deterministic:  # before the process group, which chooses its kernels, too
+    if args.deterministic:  # before the process group is made, because NCCL reads it there
         use_deterministic_kernels()
     device = torch.device("cpu")
     if args.device != "cpu":
@@ -55,7 +55,7 @@ def ddp_setup(args: argparse.Namespace) -> torch.device:
     dist.init_process_group(  # rank and world_size are in torchrun's environment
         args.backend,
         timeout=datetime.timedelta(seconds=args.timeout),
-        device_id=None if device.type == "cpu" else device,  # so NCCL connects here, or fails here
+        device_id=None if device.type == "cpu" else device,  # NCCL connects now, or fails now
     )
     where = f"device {device} | backend {args.backend}"
     log(f"[rank {dist.get_rank()} of {dist.get_world_size()}] {where}", every_rank=True)
@@ -75,9 +75,9 @@ class Trainer:
     ) -> None:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        if args.sync_bn:  # other layers, but the same parameters, which the optimizer has already
+        if args.sync_bn:  # new layers with the same parameters, which the optimizer has already
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        self.model = model  # not in DDP yet, because a snapshot's names have no "module."
+        self.model = model  # wrapped in DDP below, so that a snapshot's names have no "module."
         self.train_data = train_data
         self.test_data = test_data
         self.pin_memory = train_data.pin_memory  # non_blocking copies need pinned memory
@@ -97,41 +97,41 @@ class Trainer:
         compare_ranks({"epoch": self.epoch, "samples_seen": self.samples_seen})
         self.model = DDP(model)  # copies rank 0's weights to all; device_ids would only move inputs
         if args.compile:
-            model.compile(dynamic=False)  # the model inside DDP, anew for each size of a batch
+            model.compile(dynamic=False)  # in place, so names stay; once for each batch size
 
     def _run_batch(
         self, source: torch.Tensor, targets: torch.Tensor, share: float, last: bool
     ) -> torch.Tensor:
-        # Under no_sync() a rank adds up its gradients, and sends none.
+        # Only the last micro-batch's backward() sends gradients. The others just add them up.
         sync = contextlib.nullcontext() if last else self.model.no_sync()
         with sync:
             with self.autocast:
                 output = self.model(source)  # your inputs
                 loss = F.cross_entropy(output, targets)  # your loss: a mean over the batch
-            (loss * share).backward()  # in the last one DDP averages the gradients over all ranks
+            (loss * share).backward()  # the last one averages the gradients over all ranks
         if last:
             self.optimizer.step()
             self.optimizer.zero_grad()
         return loss.detach()
 
     def _run_epoch(self, epoch: int) -> torch.Tensor:
-        set_seed(self.args.seed, self.rank, epoch, self.samples_seen)  # resumed: the same dropout
-        self.train_data.sampler.set_epoch(epoch, self.samples_seen)  # another order in each epoch
+        set_seed(self.args.seed, self.rank, epoch, self.samples_seen)  # each epoch its own dropout
+        self.train_data.sampler.set_epoch(epoch, self.samples_seen)  # reshuffles
         accumulate, batches = self.args.accumulate, len(self.train_data)
-        samples = len(self.train_data.sampler)  # of this rank, in what is left of the epoch
+        samples = len(self.train_data.sampler)  # of this rank, in the rest of the epoch
         full_step = accumulate * self.args.batch_size  # the epoch's last step may be smaller
         steps = math.ceil(batches / accumulate)
         line = f"Epoch {epoch} | Batchsize: {self.args.batch_size} | Steps: {steps}"
         log(f"[{'CPU' if self.device.type == 'cpu' else 'GPU'}{self.rank}] {line}", every_rank=True)
         self.model.train()
         loss_sum = torch.zeros((), device=self.device)
-        # disable=None: no progress bar where stderr is not a terminal
+        # Only rank 0 has a progress bar, and only on a terminal: that is what None stands for.
         progress = tqdm(self.train_data, leave=False, disable=True if self.rank > 0 else None)
         for number, (source, targets) in enumerate(progress, start=1):
             source = source.to(self.device, non_blocking=self.pin_memory)  # your inputs
             targets = targets.to(self.device, non_blocking=self.pin_memory)  # your inputs
             step = math.ceil(number / accumulate)
-            last = number % accumulate == 0 or number == batches  # micro-batch of this step
+            last = number % accumulate == 0 or number == batches  # micro-batch of the step
             step_size = min(full_step, samples - (step - 1) * full_step)
             loss = self._run_batch(source, targets, len(targets) / step_size, last)
             loss_sum += loss * len(targets)
@@ -144,12 +144,12 @@ class Trainer:
             if self.unsaved_steps >= self.args.save_steps and step < steps:
                 self._save_snapshot()
                 log(f"Epoch {epoch} | Step {step} | Saved at {self.args.snapshot_path}")
-        dist.all_reduce(loss_sum)  # it becomes the sum over all ranks
+        dist.all_reduce(loss_sum)  # now the sum over all ranks
         return loss_sum
 
     @torch.no_grad()
-    def _evaluate(self) -> tuple[torch.Tensor, torch.Tensor]:
-        for buffer in self.model.buffers():  # all test with rank 0's, such as BatchNorm's
+    def _evaluate(self) -> torch.Tensor:
+        for buffer in self.model.buffers():  # all ranks use rank 0's BatchNorm statistics
             dist.broadcast(buffer, src=0)
         self.model.eval()
         loss_sum = torch.zeros((), device=self.device)
@@ -162,20 +162,20 @@ class Trainer:
                 output = self.model.module(source)  # your inputs
                 loss_sum += F.cross_entropy(output, targets) * len(targets)  # your loss
             correct += (output.argmax(dim=1) == targets).sum()  # your metric
-        return loss_sum, correct
+        sums = torch.stack((loss_sum, correct))
+        dist.all_reduce(sums)  # now the sums over all ranks
+        return sums
 
     def train(self, total_epochs: int) -> None:
         test_size = len(self.test_data.dataset)
         for epoch in range(self.epoch, total_epochs):
             start = time.perf_counter()
             train_size = self.train_data.sampler.total_size - self.samples_seen  # what is left
-            train_loss = self._run_epoch(epoch).item() / train_size  # waits for the device
+            train_loss = self._run_epoch(epoch).item() / train_size  # item() waits for the device
             rate = train_size / (time.perf_counter() - start)
             line = f"Epoch {epoch} | Train loss: {train_loss:.4f}"
-            if test_size > 0:  # without a test set, write test_set = [] in load_train_objs()
-                sums = torch.stack(self._evaluate())
-                dist.all_reduce(sums)
-                test_loss, correct = sums.tolist()
+            if test_size > 0:  # no test set? Write test_set = [] in load_train_objs()
+                test_loss, correct = self._evaluate().tolist()
                 line += f" | Test loss: {test_loss / test_size:.4f}"
                 line += f" | Accuracy: {correct:.0f}/{test_size} ({correct / test_size:.2%})"
             log(f"{line} | {rate:.0f} samples/s")
@@ -201,7 +201,7 @@ class Trainer:
             "args": {name: str(value) for name, value in vars(self.args).items()},  # for --resume
         }
         torch.save(snapshot, f"{self.args.snapshot_path}.tmp")
-        os.replace(f"{self.args.snapshot_path}.tmp", self.args.snapshot_path)  # whole or not at all
+        os.replace(f"{self.args.snapshot_path}.tmp", self.args.snapshot_path)  # never half a file
 
     def _load_snapshot(self) -> None:
         path = self.args.snapshot_path
@@ -211,14 +211,14 @@ class Trainer:
         snapshot = torch.load(path, map_location="cpu", weights_only=True)
         for name in ("dataset", "model", "lr", "momentum", "seed"):  # your settings
             saved, given = snapshot["args"].get(name), str(getattr(self.args, name))
-            if saved != given:  # the optimizer's state would overrule a new --lr
+            if saved != given:  # the optimizer's state would override a new --lr
                 sys.exit(f"error: {path} was made with --{name} {saved}, not {given}")
         self.model.load_state_dict(snapshot["model"])
         self.optimizer.load_state_dict(snapshot["optimizer"])
         self.schedule.load_state_dict(snapshot["schedule"])
         self.epoch = snapshot["epoch"]
         seen = snapshot.get("samples_seen", 0)  # only this script saves in mid-epoch
-        self.samples_seen = seen - seen % self.world_size  # with other ranks: some samples twice
+        self.samples_seen = seen - seen % self.world_size  # rounded down if it has changed
         log(f"Resuming training from snapshot at Epoch {self.epoch}")
 
 
@@ -234,7 +234,7 @@ def load_train_objs(args: argparse.Namespace, device: torch.device) -> tuple:
 class ResumableSampler(DistributedSampler):
     """DistributedSampler that can begin in mid-epoch, after `samples_seen` samples of all ranks."""
 
-    start = 0
+    start = 0  # how many of this rank's samples are skipped
 
     def set_epoch(self, epoch: int, samples_seen: int = 0) -> None:
         super().set_epoch(epoch)
@@ -260,18 +260,18 @@ def prepare_dataloader(
     )
 
 
-@record  # without it torchrun's report has no traceback
+@record  # puts this process's traceback into torchrun's report
 def main(args: argparse.Namespace) -> None:
     device = ddp_setup(args)
     compare_ranks(vars(args))
     train_set, test_set, model, optimizer, schedule = load_train_objs(args, device)
     shard = ResumableSampler(train_set, seed=args.seed)  # this rank's share of each epoch
     train_data = prepare_dataloader(train_set, args.batch_size, shard, args)
-    test_shard = range(dist.get_rank(), len(test_set), dist.get_world_size())  # not padded
+    test_shard = range(dist.get_rank(), len(test_set), dist.get_world_size())  # no padding
     test_data = prepare_dataloader(test_set, args.test_batch_size, test_shard, args)
     trainer = Trainer(model, train_data, test_data, optimizer, schedule, device, args)
     trainer.train(args.total_epochs)
-    del trainer  # if DDP outlives the group, Python may hang at its end
+    del trainer  # if DDP outlives its process group, Python may hang when it ends
     dist.destroy_process_group()
 
 
@@ -290,8 +290,8 @@ def compare_ranks(own: dict) -> None:
 
 
 def log(line: str, every_rank: bool = False) -> None:
-    if every_rank or not dist.is_initialized() or dist.get_rank() == 0:
-        # print() would break the progress bar. One write keeps the lines of two ranks apart.
+    if every_rank or os.environ["RANK"] == "0":
+        # print() would break the progress bar. With one write, two ranks' lines stay apart.
         tqdm.write(f"{line}\n", end="")
         sys.stdout.flush()
 
@@ -315,7 +315,7 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add("total_epochs", nargs="?", type=positive, default=5, help="how many epochs to train")
     add("save_every", nargs="?", type=positive, default=1, help="epochs between two snapshots")
-    add("--batch-size", "--batch_size", type=positive, default=32, help="samples per device")
+    add("--batch-size", "--batch_size", type=positive, default=32, help="samples per process")
     add("--test-batch-size", type=positive, default=1000, help="the same in evaluation")
     add("--lr", type=float, default=0.01, help="learning rate of SGD")  # your optimizer
     add("--momentum", type=float, default=0.9, help="momentum of SGD")  # your optimizer
@@ -329,21 +329,21 @@ def parse_args() -> argparse.Namespace:
     add("--amp", action="store_true", help="mixed precision in bfloat16, which needs no GradScaler")
     add("--compile", action="store_true", help="torch.compile: slow to start; measure if it pays")
     add("--sync-bn", action="store_true", help="BatchNorm over all ranks; not on a CPU")
-    add("--save-steps", type=positive, default=1000, help="most steps between two snapshots")
-    add("--local-rank", "--local_rank", help=argparse.SUPPRESS)  # torch.distributed.launch gives it
+    add("--save-steps", type=positive, default=1000, help="save after so many steps, too")
+    add("--local-rank", "--local_rank", help=argparse.SUPPRESS)  # of torch.distributed.launch
     add("--backend", choices=dist.Backend.backend_list, help="e.g. nccl")
     add("--timeout", type=positive, default=600, help="seconds that ranks wait for each other")
-    add("--num-workers", type=int, default=0, help="loader processes: try 4 for files")
+    add("--num-workers", type=int, default=0, help="processes that load data: try 4 for files")
     add("--log-interval", type=int, default=0, help="steps between loss lines (0: none)")
     add("--snapshot-path", default="checkpoint.pt")
-    add("--resume", action="store_true", help="go on from the snapshot where there is one")
-    args = parser.parse_intermixed_args()  # takes 50 --resume 10, too
+    add("--resume", action="store_true", help="go on from the snapshot if there is one")
+    args = parser.parse_intermixed_args()  # also takes 50 --resume 10
     args.model = args.model or DEFAULT_MODEL[args.dataset]  # your model
     args.backend = args.backend or default_backend(args.device)
     path = Path(args.snapshot_path)
     if (path.exists() and not path.is_file()) or not os.access(path.parent, os.W_OK):
         parser.error(f"--snapshot-path {path}: name a file in a folder that you may write to")
-    if "RANK" not in os.environ:  # started without torchrun: one process, for a debugger say
+    if "RANK" not in os.environ:  # plain `python`: one process, for example for a debugger
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
         os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
@@ -361,9 +361,7 @@ def parse_args() -> argparse.Namespace:
 if __name__ == "__main__":
     args = parse_args()
     start = time.perf_counter()
-    if os.environ["RANK"] == "0":
-        line = f"total_epochs: {args.total_epochs}, save_every: {args.save_every}"
-        log(f"{line}, batch_size: {args.batch_size}")
+    line = f"total_epochs: {args.total_epochs}, save_every: {args.save_every}"
+    log(f"{line}, batch_size: {args.batch_size}")
     main(args)
-    if os.environ["RANK"] == "0":
-        log(f"Total time: {time.perf_counter() - start:.3f}s")
+    log(f"Total time: {time.perf_counter() - start:.3f}s")

@@ -1,4 +1,4 @@
-"""Train on several nodes without torchrun: each process is told its rank and where rank 0 is.
+"""Train on several nodes without torchrun: you give each process its rank, and rank 0's address.
 
     python multinode.py --init-method tcp://10.0.0.1:22225 --rank 0 --world-size 2     first node
     python multinode.py --init-method tcp://10.0.0.1:22225 --rank 1 --world-size 2     second node
@@ -7,12 +7,13 @@
     python multinode.py --init-method file:///shared/new_file --rank 0 --world-size 2
     MASTER_ADDR=10.0.0.1 MASTER_PORT=22225 RANK=0 WORLD_SIZE=2 python multinode.py
 
-A call starts --nproc-per-node ranks, one by default, and --rank is the first of them. The address
-is that of rank 0 with any free port, or a file that all can write, a new one for each run. Nodes
-load their own data. Rank 0 saves, and --resume needs the snapshot on all nodes, say on a shared
-disk. If one process ends, the others fail in their next all-reduce, or after --timeout. Whoever can
-reach the port can join, so use a private network. docs/multinode.md helps if nodes cannot join or
-are slow. To make this file yours, edit the lines marked "your". ddp_torchrun.py restarts by itself.
+Use ddp_torchrun.py if you can run torchrun: it is less to type, and it can restart a job. Here each
+command starts --nproc-per-node ranks, one by default, and --rank is the first of them. All meet at
+rank 0's address with any free port, or at a file on a shared disk, a new one for each run. A node
+reads its own data. Rank 0 saves, and --resume needs the snapshot on all nodes, for example on a
+shared disk. If a process ends, the others fail in their next all-reduce, or after --timeout. Anyone
+who can reach the port can join, so use a private network. docs/multinode.md helps if nodes cannot
+join or are slow. To make this file yours, edit the lines marked "your".
 """
 
 import argparse
@@ -40,13 +41,13 @@ from common.seed import set_seed, use_deterministic_kernels
 
 
 def ddp_setup(local_rank: int, args: argparse.Namespace) -> torch.device:
-    if args.deterministic:  # before the process group, which chooses its kernels, too
+    if args.deterministic:  # before the process group is made, because NCCL reads it there
         use_deterministic_kernels()
     device = torch.device("cpu")
     if args.device != "cpu":
         device = torch.device(args.device, local_rank)
         torch.accelerator.set_device_index(local_rank)
-    if "OMP_NUM_THREADS" not in os.environ:  # or every process would take all cores
+    if "OMP_NUM_THREADS" not in os.environ:  # otherwise every process would use all cores
         threads = max(1, torch.get_num_threads() // args.nproc_per_node)
         torch.set_num_threads(threads if args.device == "cpu" else min(4, threads))
     dist.init_process_group(
@@ -55,7 +56,7 @@ def ddp_setup(local_rank: int, args: argparse.Namespace) -> torch.device:
         rank=args.rank + local_rank,
         world_size=args.world_size,
         timeout=datetime.timedelta(seconds=args.timeout),
-        device_id=None if device.type == "cpu" else device,  # so NCCL connects here, or fails here
+        device_id=None if device.type == "cpu" else device,  # NCCL connects now, or fails now
     )
     where = f"device {device} | backend {args.backend}"
     log(f"[rank {dist.get_rank()} of {args.world_size}] {where}", every_rank=True)
@@ -74,7 +75,7 @@ class Trainer:
         args: argparse.Namespace,
     ) -> None:
         self.rank = dist.get_rank()
-        self.model = model  # not in DDP yet, because a snapshot's names have no "module."
+        self.model = model  # wrapped in DDP below, so that a snapshot's names have no "module."
         self.train_data = train_data
         self.test_data = test_data
         self.pin_memory = train_data.pin_memory  # non_blocking copies need pinned memory
@@ -100,13 +101,13 @@ class Trainer:
         return loss.detach()
 
     def _run_epoch(self, epoch: int) -> torch.Tensor:
-        set_seed(self.args.seed, self.rank, epoch)  # so a resumed run has the same dropout
-        self.train_data.sampler.set_epoch(epoch)  # another order, the same on all ranks
+        set_seed(self.args.seed, self.rank, epoch)  # so a resumed run draws the same dropout
+        self.train_data.sampler.set_epoch(epoch)  # reshuffles, in the same way on all ranks
         line = f"Epoch {epoch} | Batchsize: {self.args.batch_size} | Steps: {len(self.train_data)}"
         log(f"[{'CPU' if self.device.type == 'cpu' else 'GPU'}{self.rank}] {line}", every_rank=True)
         self.model.train()
         loss_sum = torch.zeros((), device=self.device)
-        # disable=None: no progress bar where stderr is not a terminal
+        # Only rank 0 has a progress bar, and only on a terminal: that is what None stands for.
         progress = tqdm(self.train_data, leave=False, disable=True if self.rank > 0 else None)
         for step, (source, targets) in enumerate(progress, start=1):
             source = source.to(self.device, non_blocking=self.pin_memory)  # your inputs
@@ -115,12 +116,12 @@ class Trainer:
             loss_sum += loss * len(targets)
             if self.args.log_interval and step % self.args.log_interval == 0:
                 log(f"Epoch {epoch} | Step {step} | Loss of rank 0: {loss.item():.6f}")
-        dist.all_reduce(loss_sum)  # it becomes the sum over all ranks
+        dist.all_reduce(loss_sum)  # now the sum over all ranks
         return loss_sum
 
     @torch.no_grad()
-    def _evaluate(self) -> tuple[torch.Tensor, torch.Tensor]:
-        for buffer in self.model.buffers():  # all test with rank 0's, such as BatchNorm's
+    def _evaluate(self) -> torch.Tensor:
+        for buffer in self.model.buffers():  # all ranks use rank 0's BatchNorm statistics
             dist.broadcast(buffer, src=0)
         self.model.eval()
         loss_sum = torch.zeros((), device=self.device)
@@ -132,20 +133,20 @@ class Trainer:
             output = self.model.module(source)  # your inputs
             loss_sum += F.cross_entropy(output, targets) * len(targets)  # your loss
             correct += (output.argmax(dim=1) == targets).sum()  # your metric
-        return loss_sum, correct
+        sums = torch.stack((loss_sum, correct))
+        dist.all_reduce(sums)  # now the sums over all ranks
+        return sums
 
     def train(self, total_epochs: int) -> None:
         train_size = self.train_data.sampler.total_size  # of all ranks, with repeated samples
         test_size = len(self.test_data.dataset)
         for epoch in range(self.epoch, total_epochs):
             start = time.perf_counter()
-            train_loss = self._run_epoch(epoch).item() / train_size  # waits for the device
+            train_loss = self._run_epoch(epoch).item() / train_size  # item() waits for the device
             rate = train_size / (time.perf_counter() - start)
             line = f"Epoch {epoch} | Train loss: {train_loss:.4f}"
-            if test_size > 0:  # without a test set, write test_set = [] in load_train_objs()
-                sums = torch.stack(self._evaluate())
-                dist.all_reduce(sums)
-                test_loss, correct = sums.tolist()
+            if test_size > 0:  # no test set? Write test_set = [] in load_train_objs()
+                test_loss, correct = self._evaluate().tolist()
                 line += f" | Test loss: {test_loss / test_size:.4f}"
                 line += f" | Accuracy: {correct:.0f}/{test_size} ({correct / test_size:.2%})"
             log(f"{line} | {rate:.0f} samples/s")
@@ -168,7 +169,7 @@ class Trainer:
             "args": {name: str(value) for name, value in vars(self.args).items()},  # for --resume
         }
         torch.save(snapshot, f"{self.args.snapshot_path}.tmp")
-        os.replace(f"{self.args.snapshot_path}.tmp", self.args.snapshot_path)  # whole or not at all
+        os.replace(f"{self.args.snapshot_path}.tmp", self.args.snapshot_path)  # never half a file
 
     def _load_snapshot(self) -> None:
         path = self.args.snapshot_path
@@ -178,7 +179,7 @@ class Trainer:
         snapshot = torch.load(path, map_location="cpu", weights_only=True)
         for name in ("dataset", "model", "lr", "momentum", "seed"):  # your settings
             saved, given = snapshot["args"].get(name), str(getattr(self.args, name))
-            if saved != given:  # the optimizer's state would overrule a new --lr
+            if saved != given:  # the optimizer's state would override a new --lr
                 sys.exit(f"error: {path} was made with --{name} {saved}, not {given}")
         if snapshot.get("samples_seen"):
             sys.exit(f"error: {path} was saved in mid-epoch: go on with ddp_torchrun.py")
@@ -218,11 +219,11 @@ def main(local_rank: int, args: argparse.Namespace) -> None:
     train_set, test_set, model, optimizer, schedule = load_train_objs(args, device)
     shard = DistributedSampler(train_set, seed=args.seed)  # this rank's share of each epoch
     train_data = prepare_dataloader(train_set, args.batch_size, shard, args)
-    test_shard = range(rank, len(test_set), dist.get_world_size())  # not padded: each counts once
+    test_shard = range(rank, len(test_set), dist.get_world_size())  # no padding: each counts once
     test_data = prepare_dataloader(test_set, args.test_batch_size, test_shard, args)
     trainer = Trainer(model, train_data, test_data, optimizer, schedule, device, args)
     trainer.train(args.total_epochs)
-    del trainer  # if DDP outlives the group, Python may hang at its end
+    del trainer  # if DDP outlives its process group, Python may hang when it ends
     dist.destroy_process_group()
 
 
@@ -242,7 +243,7 @@ def compare_ranks(own: dict) -> None:
 
 def log(line: str, every_rank: bool = False) -> None:
     if every_rank or not dist.is_initialized() or dist.get_rank() == 0:
-        # print() would break the progress bar. One write keeps the lines of two ranks apart.
+        # print() would break the progress bar. With one write, two ranks' lines stay apart.
         tqdm.write(f"{line}\n", end="")
         sys.stdout.flush()
 
@@ -266,7 +267,7 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add("total_epochs", nargs="?", type=positive, default=5, help="how many epochs to train")
     add("save_every", nargs="?", type=positive, default=1, help="epochs between two snapshots")
-    add("--batch-size", "--batch_size", type=positive, default=32, help="samples per device")
+    add("--batch-size", "--batch_size", type=positive, default=32, help="samples per process")
     add("--test-batch-size", type=positive, default=1000, help="the same in evaluation")
     add("--lr", type=float, default=0.01, help="learning rate of SGD")  # your optimizer
     add("--momentum", type=float, default=0.9, help="momentum of SGD")  # your optimizer
@@ -276,25 +277,26 @@ def parse_args() -> argparse.Namespace:
     add("--seed", type=int, default=42)
     add("--deterministic", action="store_true", help="deterministic kernels on an accelerator")
     add("--device", choices=devices, default=devices[0])
-    add("--nproc-per-node", type=positive, default=1, help="ranks that this call starts")
+    add("--nproc-per-node", type=positive, default=1, help="ranks that this command starts")
     add("--init-method", default="env://", help="tcp://host:port of rank 0, or file:///shared/new")
-    add("--rank", type=int, default=os.environ.get("RANK"), help="first rank of this call")
-    add("--world-size", type=int, default=os.environ.get("WORLD_SIZE"), help="of all calls")
+    add("--rank", type=int, default=os.environ.get("RANK"), help="the first of them")
+    add("--world-size", type=int, default=os.environ.get("WORLD_SIZE"), help="number of all ranks")
     add("--backend", choices=dist.Backend.backend_list, help="e.g. nccl")
     add("--timeout", type=positive, default=600, help="seconds that ranks wait for each other")
-    add("--num-workers", type=int, default=0, help="loader processes: try 4 for files")
+    add("--num-workers", type=int, default=0, help="processes that load data: try 4 for files")
     add("--log-interval", type=int, default=0, help="steps between loss lines (0: none)")
     add("--snapshot-path", default="checkpoint.pt")
-    add("--resume", action="store_true", help="go on from the snapshot where there is one")
-    args = parser.parse_intermixed_args()  # takes 50 --resume 10, too
+    add("--resume", action="store_true", help="go on from the snapshot if there is one")
+    args = parser.parse_intermixed_args()  # also takes 50 --resume 10
     args.model = args.model or DEFAULT_MODEL[args.dataset]  # your model
     args.backend = args.backend or default_backend(args.device)
     if dist.is_torchelastic_launched():
-        parser.error("this script starts its own processes: torchrun starts ddp_torchrun.py")
+        parser.error("this script starts its own processes: use torchrun with ddp_torchrun.py")
     if args.rank is None or args.world_size is None:
         parser.error("give --rank and --world-size, or export RANK and WORLD_SIZE")
-    if not 0 <= args.rank <= args.world_size - args.nproc_per_node:
-        parser.error(f"rank {args.rank} does not fit into a world of {args.world_size}")
+    last = args.rank + args.nproc_per_node - 1
+    if args.rank < 0 or last >= args.world_size:
+        parser.error(f"ranks {args.rank} to {last} are not in 0 to {args.world_size - 1}")
     path = Path(args.snapshot_path)
     writable = os.access(path.parent, os.W_OK) and (path.is_file() or not path.exists())
     if args.rank == 0 and not writable:  # the other ranks write nothing
@@ -307,16 +309,16 @@ def parse_args() -> argparse.Namespace:
 
 if __name__ == "__main__":
     args = parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends all ranks, as Ctrl-C does
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM does what Ctrl-C does
     start = time.perf_counter()
     line = f"total_epochs: {args.total_epochs}, save_every: {args.save_every}"
     log(f"{line}, batch_size: {args.batch_size}")
     log(f"waiting for all {args.world_size} ranks at {args.init_method}, up to {args.timeout} s")
     try:
         mp.spawn(main, args=(args,), nprocs=args.nproc_per_node)
-    except mp.ProcessExitedException as error:  # with a code above 0, the rank has said why
+    except mp.ProcessExitedException as error:  # a rank that exits by itself has printed why
         sys.exit(error.exit_code if error.exit_code > 0 else f"error: {error}")
     finally:
-        for process in mp.active_children():  # after Ctrl-C they would train on
+        for process in mp.active_children():  # otherwise they would train on after Ctrl-C
             process.kill()
     log(f"Total time: {time.perf_counter() - start:.3f}s")

@@ -2,12 +2,12 @@
 
     python single_gpu.py                    5 epochs, a snapshot after each
     python single_gpu.py 50 10              50 epochs, a snapshot after every 10th
-    python single_gpu.py 50 10 --resume     go on from checkpoint.pt, where there is one
+    python single_gpu.py 50 10 --resume     go on from checkpoint.pt, if there is one
     python single_gpu.py --dataset mnist    download MNIST to data/, then train on it
 
-It takes the accelerator that torch finds (CUDA, ROCm, XPU, MPS), or else the CPU. --resume goes on
-from the last snapshot, and ends with the weights of a run that was never stopped (on an accelerator
-with --deterministic). To make this file yours, edit the lines marked "your".
+It uses the accelerator that torch finds (CUDA, ROCm, XPU or MPS), or else the CPU. A run that was
+stopped and resumed ends with the weights of one that never stopped (on an accelerator, only with
+--deterministic). To make this file yours, edit the lines marked "your".
 """
 
 import argparse
@@ -64,13 +64,13 @@ class Trainer:
         return loss.detach()
 
     def _run_epoch(self, epoch: int) -> torch.Tensor:
-        set_seed(self.args.seed, 0, epoch)  # so a resumed run has the same dropout; 0 is the rank
-        self.train_data.sampler.generator.manual_seed(self.args.seed + epoch)  # another order
+        set_seed(self.args.seed, 0, epoch)  # so a resumed run draws the same dropout; 0 is the rank
+        self.train_data.sampler.generator.manual_seed(self.args.seed + epoch)  # reshuffles
         line = f"Epoch {epoch} | Batchsize: {self.args.batch_size} | Steps: {len(self.train_data)}"
         log(f"[{'CPU' if self.device.type == 'cpu' else 'GPU'}0] {line}")
         self.model.train()
         loss_sum = torch.zeros((), device=self.device)
-        # disable=None: no progress bar where stderr is not a terminal
+        # disable=None: a progress bar on a terminal only
         progress = tqdm(self.train_data, leave=False, disable=None)
         for step, (source, targets) in enumerate(progress, start=1):
             source = source.to(self.device, non_blocking=self.pin_memory)  # your inputs
@@ -82,7 +82,7 @@ class Trainer:
         return loss_sum
 
     @torch.no_grad()
-    def _evaluate(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _evaluate(self) -> torch.Tensor:
         self.model.eval()
         loss_sum = torch.zeros((), device=self.device)
         correct = torch.zeros((), device=self.device)
@@ -92,18 +92,18 @@ class Trainer:
             output = self.model(source)  # your inputs
             loss_sum += F.cross_entropy(output, targets) * len(targets)  # your loss
             correct += (output.argmax(dim=1) == targets).sum()  # your metric
-        return loss_sum, correct
+        return torch.stack((loss_sum, correct))
 
     def train(self, total_epochs: int) -> None:
         train_size = len(self.train_data.dataset)
         test_size = len(self.test_data.dataset)
         for epoch in range(self.epoch, total_epochs):
             start = time.perf_counter()
-            train_loss = self._run_epoch(epoch).item() / train_size  # waits for the device
+            train_loss = self._run_epoch(epoch).item() / train_size  # item() waits for the device
             rate = train_size / (time.perf_counter() - start)
             line = f"Epoch {epoch} | Train loss: {train_loss:.4f}"
-            if test_size > 0:  # without a test set, write test_set = [] in load_train_objs()
-                test_loss, correct = torch.stack(self._evaluate()).tolist()
+            if test_size > 0:  # no test set? Write test_set = [] in load_train_objs()
+                test_loss, correct = self._evaluate().tolist()
                 line += f" | Test loss: {test_loss / test_size:.4f}"
                 line += f" | Accuracy: {correct:.0f}/{test_size} ({correct / test_size:.2%})"
             log(f"{line} | {rate:.0f} samples/s")
@@ -124,7 +124,7 @@ class Trainer:
             "args": {name: str(value) for name, value in vars(self.args).items()},  # for --resume
         }
         torch.save(snapshot, f"{self.args.snapshot_path}.tmp")
-        os.replace(f"{self.args.snapshot_path}.tmp", self.args.snapshot_path)  # whole or not at all
+        os.replace(f"{self.args.snapshot_path}.tmp", self.args.snapshot_path)  # never half a file
 
     def _load_snapshot(self) -> None:
         path = self.args.snapshot_path
@@ -134,7 +134,7 @@ class Trainer:
         snapshot = torch.load(path, map_location="cpu", weights_only=True)
         for name in ("dataset", "model", "lr", "momentum", "seed"):  # your settings
             saved, given = snapshot["args"].get(name), str(getattr(self.args, name))
-            if saved != given:  # the optimizer's state would overrule a new --lr
+            if saved != given:  # the optimizer's state would override a new --lr
                 sys.exit(f"error: {path} was made with --{name} {saved}, not {given}")
         if snapshot.get("samples_seen"):
             sys.exit(f"error: {path} was saved in mid-epoch: go on with ddp_torchrun.py")
@@ -209,14 +209,14 @@ def parse_args() -> argparse.Namespace:
     add("--seed", type=int, default=42)
     add("--deterministic", action="store_true", help="deterministic kernels on an accelerator")
     add("--device", choices=devices, default=devices[0])
-    add("--num-workers", type=int, default=0, help="loader processes: try 4 for files")
+    add("--num-workers", type=int, default=0, help="processes that load data: try 4 for files")
     add("--log-interval", type=int, default=0, help="steps between loss lines (0: none)")
     add("--snapshot-path", default="checkpoint.pt")
-    add("--resume", action="store_true", help="go on from the snapshot where there is one")
-    args = parser.parse_intermixed_args()  # takes 50 --resume 10, too
+    add("--resume", action="store_true", help="go on from the snapshot if there is one")
+    args = parser.parse_intermixed_args()  # also takes 50 --resume 10
     args.model = args.model or DEFAULT_MODEL[args.dataset]  # your model
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        parser.error(f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: torchrun starts ddp_torchrun.py")
+        parser.error(f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: use torchrun with ddp_torchrun.py")
     path = Path(args.snapshot_path)
     if (path.exists() and not path.is_file()) or not os.access(path.parent, os.W_OK):
         parser.error(f"--snapshot-path {path}: name a file in a folder that you may write to")

@@ -10,19 +10,18 @@ model, the data, the loss and the options are the script's. Nothing is trained o
 docs/scaling.md has the model of a step that the predictions follow.
 """
 
+import contextlib
 import functools
 import importlib
 import inspect
-import itertools
 import math
 import os
 import runpy
-import signal
 import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -33,13 +32,20 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+TIMES = 3  # that each part is timed, and the median counts
+# Threads of a process with an accelerator. They wait busily after each piece of work, and so take
+# the cores from the threads that launch kernels.
+ENOUGH = 4
+
 
 class Rank(NamedTuple):
     """What one rank has measured, in seconds per step, and where it runs."""
 
     host: str
+    device: str  # its type
     threads: int
-    cores: int
+    cpus: frozenset[int]  # those that the process may run on
+    quota: float  # as many as it may use at a time, see cpu_quota
     samples: int  # per step
     step: float  # a whole one, with its data and its all-reduce
     data: float  # of it, until the data were there
@@ -50,21 +56,18 @@ class Rank(NamedTuple):
     latency: float  # an all-reduce of one number
 
 
-def check(trainer: Any, total_epochs: int) -> int:
+def check(trainer: Any, total_epochs: int) -> None:
     """In place of `Trainer.train`: time the parts of a step. Rank 0 prints what follows from them.
 
     All ranks must call this. It takes some ten seconds, or about twenty steps where these are slow.
-    It uses the trainer's `model` (DDP), `optimizer`, `train_data` and `_run_batch`. If the name of
-    this one's first argument ends with "batches", it gets a list of `args.accumulate` batches on
-    the CPU, and the number of their samples. Otherwise it gets the parts of one batch, on the
-    device. The last tensor in a batch has a row for each sample. The gradients change, and
-    BatchNorm's statistics; the weights do not.
+    It uses the trainer's `model` (DDP), `optimizer`, `train_data` and `_run_batch`, which gets the
+    parts of one batch of the loader, on the device. The last tensor in a batch has a row for each
+    sample. If `_run_batch` also takes `last`, and `share`, then `args.accumulate` batches are a
+    step. The gradients change, and BatchNorm's statistics; the weights do not.
 
     Raises:
         SystemExit: there is no DDP, or a sum that an all-reduce has made is wrong.
     """
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, signal.SIG_DFL)  # nothing is to be saved
     if not isinstance(trainer.model, DDP):
         refuse(f"Trainer.model is not DDP, which this measures, but {type(trainer.model).__name__}")
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -78,18 +81,17 @@ def check(trainer: Any, total_epochs: int) -> int:
     ranks = [None] * world_size
     dist.all_gather_object(ranks, measure(trainer, gradient.zero_()))
     if rank == 0:
-        steps = math.ceil(len(trainer.train_data) / (per_step(trainer) or 1))
-        accumulate = getattr(trainer.args, "accumulate", 0)
+        accumulate = accumulated(trainer)
+        steps = math.ceil(len(trainer.train_data) / (accumulate or 1))
         print("\n".join(report(ranks, gradient.nbytes, steps, accumulate)), flush=True)
     if wrong:
         sys.exit(f"error: {wrong.item()} of {world_size * size // 4} sums of all ranks are wrong")
-    return 0
 
 
-def per_step(trainer: Any) -> int:
-    """How many batches of the loader `_run_batch` takes in a list; 0 where it takes one's parts."""
-    first, *_ = inspect.signature(trainer._run_batch).parameters
-    return getattr(trainer.args, "accumulate", 1) if first.endswith("batches") else 0
+def accumulated(trainer: Any) -> int:
+    """How many batches of the loader are a step; 0 where `_run_batch` is always a whole one."""
+    takes = inspect.signature(trainer._run_batch).parameters
+    return getattr(trainer.args, "accumulate", 1) if "last" in takes else 0
 
 
 def rows(batch: Any) -> int:
@@ -105,50 +107,59 @@ def measure(trainer: Any, gradient: torch.Tensor) -> Rank:
 
     `gradient` has as many bytes as DDP sends. They are zeros, as their sum must stay finite.
     """
-    device, listed = gradient.device, per_step(trainer)
+    device, accumulate = gradient.device, accumulated(trainer) or 1
+    takes = inspect.signature(trainer._run_batch).parameters
     pinned = getattr(trainer.train_data, "pin_memory", False)
     move = functools.partial(torch.Tensor.to, device=device, non_blocking=pinned)
     waits = []
 
-    def all_steps() -> Iterator[list]:
+    def endless() -> Iterator[tuple]:
+        """Batches, each with whether it is the last one of its step."""
         while True:
-            loader = iter(trainer.train_data)
-            while batches := list(itertools.islice(loader, listed or 1)):
-                yield batches
+            for number, batch in enumerate(trainer.train_data, start=1):
+                yield batch, number % accumulate == 0 or number == len(trainer.train_data)
 
-    def fetch() -> list:
-        start = time.perf_counter()
-        batches = next(steps)
-        waits.append(time.perf_counter() - start)
-        return batches
+    def fetched() -> Iterator[tuple]:
+        """A step's batches, each when the one before was computed."""
+        last = False
+        while not last:
+            start = time.perf_counter()
+            batch, last = next(batches)
+            waits.append(time.perf_counter() - start)
+            yield batch, last
 
-    def run(batches: list) -> None:
-        if listed:
-            trainer._run_batch(batches, sum(map(rows, batches)))
-        else:
-            batch = tree_map_only(torch.Tensor, move, batches[0])
-            trainer._run_batch(*batch if isinstance(batch, tuple | list) else (batch,))
+    def run(step: Iterable[tuple]) -> None:
+        for batch, last in step:
+            batch = tree_map_only(torch.Tensor, move, batch)
+            parts = batch if isinstance(batch, tuple | list) else (batch,)
+            more = {"share": 1 / accumulate, "last": last}
+            trainer._run_batch(*parts, **{name: more[name] for name in more if name in takes})
 
-    steps = all_steps()
+    batches = endless()
     for group in trainer.optimizer.param_groups:
         group["lr"] = 0.0
     trainer.model.train()
-    first = fetch()
-    sizes = [rows(batch) for batch in first]
-    one = tree_map_only(torch.Tensor, move, first[0])  # all may be too many for the device
-    here = [first_rows(one, number) for number in sizes]
-    timed(lambda: run(fetch()), device)  # the first ones are slow
-    slowest = torch.tensor(timed(lambda: run(fetch()), device), device=device)
+    first = list(fetched())
+    sizes = [rows(batch) for batch, _ in first]
+    one = tree_map_only(torch.Tensor, move, first[0][0])  # all may be too many for the device
+
+    def of_sizes(numbers: list[int]) -> list[tuple]:
+        """A step's batches, of the first one's rows."""
+        return [(first_rows(one, n), last) for n, (_, last) in zip(numbers, first, strict=True)]
+
+    here = of_sizes(sizes)
+    timed(lambda: run(fetched()), device)  # the first ones are slow
+    slowest = torch.tensor(timed(lambda: run(fetched()), device), device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     repeats = max(1, min(50, int(0.5 / slowest.item())))  # on all ranks the same
     waits.clear()
-    whole = timed(lambda: run(fetch()), device, repeats)
-    wait = statistics.mean(waits)
+    whole = timed(lambda: run(fetched()), device, repeats)
+    wait = sum(waits) / (TIMES * repeats)
     ready = timed(lambda: run(here), device, repeats)
 
-    def compute(batches: list = here) -> None:
+    def compute(step: list[tuple] = here) -> None:
         with trainer.model.no_sync():
-            run(batches)
+            run(step)
 
     together = timed(compute, device, repeats)
     alone = together
@@ -157,16 +168,19 @@ def measure(trainer: Any, gradient: torch.Tensor) -> Rank:
         # DDP sends buffers only in the pass after one with all-reduce: not here, where none waits.
         alone = timed((lambda: None) if idle else compute, device, repeats)
     halves = [min(number, max(2, number // 2)) for number in sizes]  # BatchNorm needs two in each
-    fewer = [first_rows(one, number) for number in halves]
+    fewer = of_sizes(halves)
     saved = together - timed(lambda: compute(fewer), device, repeats)  # on all ranks, as it waits
     samples, fixed = sum(sizes), together
     if sum(halves) < samples:
         fixed -= min(together, max(0.0, saved) * samples / (samples - sum(halves)))
     number = torch.zeros((), device=device)
+    linux = sys.platform == "linux"
     return Rank(
         host=socket.gethostname(),
+        device=device.type,
         threads=torch.get_num_threads(),
-        cores=len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
+        cpus=frozenset(os.sched_getaffinity(0) if linux else range(os.cpu_count())),
+        quota=cpu_quota(),
         samples=samples,
         step=whole,
         data=min(wait, max(0.0, whole - ready)),  # a device may compute while the next is fetched
@@ -178,10 +192,22 @@ def measure(trainer: Any, gradient: torch.Tensor) -> Rank:
     )
 
 
+def cpu_quota(folder: Path = Path("/sys/fs/cgroup")) -> float:
+    """How many CPUs a container may use at a time, which its affinity does not tell.
+
+    https://docs.kernel.org/admin-guide/cgroup-v2.html, and version 1 has two files.
+    """
+    for names in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):
+        with contextlib.suppress(OSError):
+            quota, period = " ".join((folder / name).read_text() for name in names).split()
+            return math.inf if quota in ("max", "-1") else int(quota) / int(period)
+    return math.inf
+
+
 def timed(work: Callable[[], object], device: torch.device, repeats: int = 1) -> float:
-    """Seconds per call of `work`, where all ranks begin together: the median of three times."""
+    """Seconds per call of `work`, where all ranks begin together: the median of `TIMES` times."""
     seconds = []
-    for _ in range(3):
+    for _ in range(TIMES):
         dist.barrier()
         start = time.perf_counter()
         for _ in range(repeats):
@@ -263,8 +289,12 @@ def report(ranks: list[Rank], size: int, steps: int, accumulate: int) -> list[st
 def verdict(ranks: list[Rank], step: float, sent: float, accumulate: int) -> str:
     """What takes most of a step without being of use, if that is a fifth of it, and what helps.
 
-    `step` is in seconds; `sent` are bytes per second that each rank sends in an all-reduce.
+    `step` is in seconds; `sent` are bytes per second that each rank sends in an all-reduce. Too
+    many threads come first, because they make all other times wrong.
     """
+    for host in dict.fromkeys(rank.host for rank in ranks):
+        if sentence := crowded([rank for rank in ranks if rank.host == host]):
+            return sentence
     own = [rank.data + rank.compute for rank in ranks]
     slowest = own.index(max(own))
     first = ranks[0]
@@ -275,30 +305,47 @@ def verdict(ranks: list[Rank], step: float, sent: float, accumulate: int) -> str
 
     larger = "raise --accumulate or --batch-size" if accumulate else "raise --batch-size"
     milliseconds = f"{first.alone * 1e3:.2f} ms"
-    cores = f"the processes slow each other down: alone rank 0 computes in {milliseconds}"
+    disturbed = f"the processes slow each other down: alone rank 0 computes in {milliseconds}"
     fewer = "start fewer on a node, or give each its own cores"
-    here = sum(rank.host == first.host for rank in ranks)
-    if here * first.threads > first.cores:
-        cores = "more threads than cores: "
-        cores += f"{here} processes of {first.threads} on {first.cores} cores"
-        fewer = f"export OMP_NUM_THREADS={max(1, first.cores // here)}"
-
     late = "the data come too late"
     slow = f"rank {slowest} is slow: {own[slowest] * 1e3:.2f} ms for its data and computing"
     small = "the batch is too small for the device"
     look = f"see what else runs on {ranks[slowest].host}"
     costs = [
         (step - own[slowest], link, larger),
-        (first.compute - first.alone, cores, fewer),
+        (first.compute - first.alone, disturbed, fewer),
         (min(rank.data for rank in ranks), late, "raise --num-workers"),
         (own[slowest] - statistics.median_low(own), slow, look),
         (min(rank.fixed for rank in ranks), small, "raise --batch-size"),
     ]
     seconds, cause, remedy = max(costs)
+    sentence = f"{cause} ({seconds / step:.0%} of the step): {remedy}"
     if seconds < 0.2 * step:
         share = statistics.mean(own) / step
-        return f"nothing is wrong: {share:.0%} of the step is data and computing"
-    return f"{cause} ({seconds / step:.0%} of the step): {remedy}"
+        sentence = f"nothing is wrong: {share:.0%} of the step is data and computing"
+    threads = max(rank.threads for rank in ranks)
+    if first.device != "cpu" and threads > ENOUGH:
+        sentence += f"; {threads} threads a process may keep the device waiting: "
+        sentence += f"export OMP_NUM_THREADS={ENOUGH}"
+    return sentence
+
+
+def crowded(ranks: list[Rank]) -> str:
+    """What to say if these ranks of one node have more threads than cores; otherwise nothing."""
+    first, threads = ranks[0], sum(rank.threads for rank in ranks)
+    cpus = len(frozenset.union(*(rank.cpus for rank in ranks)))
+    cores = min(cpus, max(1.0, first.quota))
+    if threads <= cores:
+        return ""
+    remedies = []
+    if threads > len(ranks):
+        fit = max(1, int(cores / len(ranks)))
+        fit = fit if first.device == "cpu" else min(ENOUGH, fit)
+        remedies.append(f"export OMP_NUM_THREADS={fit}")
+    if len(ranks) > cores:
+        remedies.append("start fewer processes")
+    found = f"threads: {threads}, cores: {cores:g}{' by the CPU quota' if cores < cpus else ''}"
+    return f"more threads than cores on {first.host} ({found}): {' and '.join(remedies)}"
 
 
 def refuse(reason: str) -> NoReturn:
@@ -320,10 +367,18 @@ def spawn_checked(
 
 def check_there(rank: int, function: Callable, *args: Any) -> None:
     function.__globals__["Trainer"].train = check
+    for given in args:
+        keep_snapshot(given)
     function(rank, *args)
 
 
-def main() -> int:
+def keep_snapshot(args: Any) -> None:
+    """Have the script find no snapshot, because a new run renames the one of an earlier run."""
+    if hasattr(args, "snapshot_path") and not getattr(args, "resume", False):
+        args.snapshot_path = ""
+
+
+def main() -> None:
     if len(sys.argv) < 2 or not Path(sys.argv[1]).is_file():
         named = f"there is no {sys.argv[1]}" if len(sys.argv) > 1 else "name a script"
         refuse(f"{named}: python benchmarks/check.py SCRIPT [the script's options]")
@@ -337,20 +392,21 @@ def main() -> int:
         place = script.Trainer if "." in name else script
         if not callable(getattr(place, name.split(".")[-1], None)):
             refuse(f"{path.name} has no {name}, which benchmarks/check.py needs")
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C without a traceback
     script.Trainer.train = check
     parameters = inspect.signature(script.main).parameters.values()
     needed = [parameter for parameter in parameters if parameter.default is parameter.empty]
     if len(needed) == 1:
-        return script.main(script.parse_args())
+        args = script.parse_args()
+        keep_snapshot(args)
+        script.main(args)
+        return
     if "mp.spawn(" not in path.read_text():  # or what it starts would train
         refuse(f"{path.name} has no mp.spawn(...) for its main() of {len(needed)} arguments")
     mp.spawn = functools.partial(spawn_checked, mp.spawn)  # its main is for the processes it starts
     runpy.run_path(str(path), run_name="__main__")
-    return 0
 
 
 if __name__ == "__main__":
     # Not this module's main: mp.spawn's processes have the script for their __main__, and find
     # check_there in this module by its name.
-    sys.exit(importlib.import_module("check").main())
+    importlib.import_module("check").main()

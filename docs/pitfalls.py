@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, DistributedSampler, Subset
+from torch.utils.data import DataLoader, DistributedSampler, Subset, random_split
 
 PAGE = Path(__file__).with_suffix(".md")
 # A fork from a process that has imported torch: a tenth of a second instead of seconds a rank.
@@ -38,7 +38,7 @@ SECONDS = 120  # a program that takes longer fails
 RANKS = {"padding": 4, "local_rank": 4}  # all others have two ranks
 RANKS |= dict.fromkeys(("uneven", "map_location", "threads", "spawn"), 1)
 ON_TWO_NODES = ("local_rank", "relative_path")  # each node is a folder of its own
-HANGS = ("one_rank", "wrapper", "timeout")  # a collective ends after five seconds
+HANGS = ("one_rank", "skip", "wrapper")  # a collective ends after five seconds
 
 
 def shuffle(rank, wrong):
@@ -62,14 +62,13 @@ def set_epoch(rank, wrong):
     print(f"{orders[0]}, then {orders[1]}")
 
 
-def unseeded(rank, wrong):
-    if wrong:
-        dataset = torch.rand(8)
-    else:
-        dataset = torch.rand(8, generator=torch.Generator().manual_seed(0))
-    datasets = [None, None]
-    dist.all_gather_object(datasets, dataset.tolist())
-    print("samples that both ranks have:", len({*datasets[0]} & {*datasets[1]}), "of 8")
+def split(rank, wrong):
+    if not wrong:
+        torch.manual_seed(42)  # the same on all ranks, and before the data are made
+    train_set, test_set = random_split(range(1000), [0.8, 0.2])
+    tested = [None, None]
+    dist.all_gather_object(tested, [*test_set])
+    print("trains on what the other rank tests:", bool({*train_set} & {*tested[1 - rank]}))
 
 
 class Counted(list):
@@ -301,6 +300,27 @@ def one_rank(rank, wrong):
         print(f"correct {correct.item():.0f}")
 
 
+def skip(rank, wrong):
+    model = DDP(nn.Linear(2, 1, bias=False))
+    steps = torch.zeros(1)
+    for step in range(3):
+        source = torch.ones(1, 2)
+        if rank == 1 and step == 1:
+            source[0] = float("nan")
+        loss = model(source).mean()
+        if wrong:
+            bad = loss.isnan()
+        else:
+            bad = loss.isnan().float()
+            dist.all_reduce(bad)  # if one rank has a bad batch, all ranks skip the step
+        if bad:
+            continue
+        loss.backward()
+        steps += 1
+    dist.all_reduce(steps)
+    print(f"steps of both ranks: {steps.item():.0f}")
+
+
 def wrapper(rank, wrong):
     model = DDP(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
     model.eval()
@@ -311,6 +331,18 @@ def wrapper(rank, wrong):
             else:
                 output = model.module(torch.ones(3, 4))
         print("outputs", len(output))
+
+
+def strided(rank, wrong):
+    table = torch.tensor([[1.0, 2.0], [3.0, 4.0]]) * (1 - rank)  # zeros on rank 1
+    module = nn.Module()
+    if wrong:
+        module.register_buffer("column", table[:, 0])
+    else:
+        module.register_buffer("column", table[:, 0].clone())
+    for buffer in module.buffers():  # before an evaluation
+        dist.broadcast(buffer, src=0)
+    print("column", module.column.tolist())
 
 
 def world_size(rank, wrong):
@@ -394,12 +426,12 @@ def resume(rank, wrong):
 def relative_path(rank, wrong):
     if rank == 0:
         torch.save({"epoch": 3}, "snapshot.pt")  # the run before: rank 0 saved, on its node
-    if wrong:
-        box = [torch.load("snapshot.pt") if os.path.exists("snapshot.pt") else {"epoch": 0}]
-    else:
-        box = [torch.load("snapshot.pt") if rank == 0 else None]
-        dist.broadcast_object_list(box)
-    print("starts at epoch", box[0]["epoch"])
+    epoch = torch.load("snapshot.pt")["epoch"] if os.path.exists("snapshot.pt") else 0
+    if not wrong:
+        epochs = [None, None]
+        dist.all_gather_object(epochs, epoch)
+        assert len({*epochs}) == 1, f"the ranks begin at epochs {epochs}"
+    print("begins at epoch", epoch)
 
 
 def seeds(rank):
@@ -431,12 +463,6 @@ def spawn(rank):
         samples = torch.zeros(nprocs, dtype=torch.int64)
         mp.spawn(learn, args=(range(12), samples), nprocs=nprocs)
         print(f"nprocs={nprocs}: samples {samples.tolist()}, the parent's global {LEARNED}")
-
-
-def timeout(rank):
-    if rank == 0:  # and rank 1 never comes
-        print("default", dist.constants.default_pg_timeout)
-        dist.all_reduce(torch.ones(1))
 
 
 def start_rank(rank: int, name: str, folder: str, wrong: tuple[bool, ...]) -> None:

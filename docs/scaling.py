@@ -183,7 +183,7 @@ def measured_run(nodes: int, link: str, samples: int, options: tuple) -> dict:
 
         jobs, ends = start("ddp_torchrun.py"), []
         for epoch in range(4):
-            jobs[0].wait_for(f"^Epoch {epoch} ", seconds=900)
+            jobs[0].wait_for(rf"^Epoch {epoch} \| Train loss: ", seconds=900)
             ends.append((time.monotonic(), *processor_time()))
         for job in jobs:
             job.finish(seconds=900)
@@ -195,7 +195,7 @@ def measured_run(nodes: int, link: str, samples: int, options: tuple) -> dict:
                 job.finish(seconds=900)
                 for job in start("benchmarks/check.py", ROOT / "ddp_torchrun.py")
             )
-            run["check"] = text[text.index("All-reduce | ") :].splitlines()[:-1]
+            run["check"] = text[text.index("All-reduce | ") :].splitlines()
         return run
 
 

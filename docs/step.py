@@ -87,7 +87,7 @@ def draw(ranks: list[list[tuple[str, float, float]]], path: str) -> None:
 
 def train(trainer: ddp_torchrun.Trainer, path: str) -> None:
     steps = [
-        traced(functools.partial(trainer._run_batch, [batch], len(batch[1])))
+        traced(functools.partial(trainer._run_batch, *batch, share=1.0, last=True))
         for batch in itertools.islice(trainer.train_data, STEPS)
     ]
     everyone = [None] * trainer.world_size
@@ -106,4 +106,6 @@ if __name__ == "__main__":
     path = sys.argv[1] if sys.argv[1:] else str(ROOT / "docs" / "step.svg")
     sys.argv[1:] = ["--device", "cpu", "--model", "resnet18"]
     ddp_torchrun.Trainer.train = lambda trainer, total_epochs: train(trainer, path)
-    sys.exit(ddp_torchrun.main(ddp_torchrun.parse_args()))
+    args = ddp_torchrun.parse_args()
+    args.snapshot_path = ""  # no file: a new run would rename the snapshot of an earlier one
+    ddp_torchrun.main(args)

@@ -28,8 +28,6 @@ machine = pytest.MonkeyPatch()  # holds back what the machine has, while the CPU
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """On any machine, tests marked gpu find its accelerators, and all others find none."""
     machine.undo()
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "PYTHONWARNINGS"):
-        machine.delenv(name, raising=False)  # a test that calls ddp_setup leaves them
     machine.setenv("TMPDIR", temporary.name)
     machine.setenv("OMP_WAIT_POLICY", "passive")  # waiting threads would take other tests' cores
     if item.get_closest_marker("gpu"):
@@ -128,9 +126,9 @@ def pretend(command_line, monkeypatch):
         patch(torch, "set_num_threads", lambda number: setattr(job, "threads", number))
         patch(dist, "is_backend_available", lambda name: name in backends)
         patch(dist, "init_process_group", lambda name, **more: vars(job).update(more, backend=name))
-        patch(dist, "broadcast_object_list", lambda *_: None)
         patch(dist, "get_backend", lambda: job.backend)
-        patch(dist, "get_rank", lambda: job.rank)
+        patch(dist, "get_rank", lambda: getattr(job, "rank", int(os.environ.get("RANK", 0))))
+        patch(dist, "get_world_size", lambda: int(os.environ.get("WORLD_SIZE", 1)))
         return job
 
     return pretend
@@ -143,8 +141,7 @@ def make(parse, monkeypatch, tmp_path):
     what main() did: ("train", its arguments), ..."""
     data_parallel = sys.modules["torch.nn.parallel.data_parallel"]
     monkeypatch.setattr(data_parallel, "_get_available_device_type", lambda: None)
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, "lo")  # as the scripts do, for all that follows
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
     def make(script: str, *arguments: object) -> tuple:
         if dist.is_initialized():
@@ -167,12 +164,10 @@ def make(parse, monkeypatch, tmp_path):
             load = lambda *given: calls.append(("load_dataset", *given)) or data  # noqa: E731
             patch.setattr(module, "load_dataset", load)
             patch.setattr(module.Trainer, "train", train)
-            patch.setattr(signal, "signal", lambda *_: None)
-            patch.setattr(dist, "barrier", lambda: calls.append(("barrier",)))
             patch.setattr(dist, "destroy_process_group", destroy)
             if script in ("ddp_spawn.py", "multinode.py"):
                 args.nproc_per_node = 1  # and this process is it
-                args.store = str(tmp_path / f"output-{uuid.uuid4().hex}")
+                args.init_method = f"file://{tmp_path}/output-{uuid.uuid4().hex}"
                 module.main(0, args)
             else:  # without torchrun's @record, which takes over how this process reports a crash
                 getattr(module.main, "__wrapped__", module.main)(args)

@@ -8,7 +8,6 @@ import sys
 import time
 from pathlib import Path
 
-import gaps
 import gpu
 import pytest
 import report
@@ -207,41 +206,6 @@ def test_the_gpu_report_has_rates(rehearse, monkeypatch):
     for name in ("ddp_torchrun.py", "tutorial, our data", report.TOGETHER):
         assert re.search(rf"^\| {re.escape(name)} \| \d+", text, re.M), text
     assert "failed" not in text and text.startswith("## Report of benchmarks/gpu.py\n")
-
-
-def test_gaps_and_waits_in_a_trace():
-    def event(cat: str, name: str, ts: float, dur: float) -> dict:
-        return {"cat": cat, "name": name, "ts": ts, "dur": dur}
-
-    spans = ((100, 50), (120, 10), (200, 100), (310, 10), (430, 70), (580, 20))
-    events = [event("kernel", "gemm", *span) for span in spans]
-    events += [event("gpu_memcpy", "copy", 330, 70), {"ph": "M", "name": "process_name"}]
-    for begin, end in ((100, 150), (200, 300), (430, 500), (580, 600)):
-        events += [event("gpu_user_annotation", "DistributedDataParallel.forward", begin, 9)]
-        events += [event("gpu_user_annotation", "Optimizer.step#SGD.step", end - 9, 9)]
-    events += [event("gpu_user_annotation", gaps.QUESTION, 510, 1)]
-    events += [event("user_annotation", gaps.QUESTION, 301, 1)]  # of the host
-    events += [event("gpu_user_annotation", "another", 310, 1)]
-    events += [event("cuda_runtime", "cudaStreamSynchronize", 0, 1)]
-    # All idle time is between steps: 150 to 200, 300 to 310, 320 to 330, 400 to 430, 500 to 580.
-    assert gaps.summary(events, steps=4) == [
-        "under the profiler 0.12",
-        "device busy 64%",
-        "0.8 gaps over 10 us a step",
-        "idle between steps 0.060 ms (0.080 where the ranks ask whether to stop)",
-        "0.25 calls a step that wait for the device",
-    ]
-    assert gaps.summary(events[6:7], 1)[1] == "device busy 100%"
-    assert gaps.summary(events[-1:], 1) == ["the profiler saw no kernel"]
-
-
-@pytest.mark.slow("two epochs and one under the profiler")
-def test_gaps_without_a_device(run, fashion):
-    options = ("--model", "mlp", "--batch-size", 8, "--accumulate", 2, *fashion(64, 10))
-    text = run("benchmarks/gaps.py", ROOT / "ddp_torchrun.py", *options)
-    said = r"^Trace \| \d+\.\d\d ms a step, the profiler saw no kernel, set_seed\(\) \d+ us an"
-    assert re.search(said, text, re.M), text
-    assert "Training checkpoint" not in text and text.count(" | Steps: 4\n") == 3
 
 
 @pytest.mark.slow("ranks of whole jobs")

@@ -1,15 +1,16 @@
 """benchmarks/check.py: its times, by a clock of the test's own; its predictions and its verdict."""
 
 import functools
+import math
+import os
 import re
 import shutil
-import signal
 import sys
 
 import pytest
 import torch
 import torch.distributed as dist
-from check import Rank, check, main, measure, report, verdict
+from check import Rank, check, cpu_quota, main, measure, report, verdict
 from helpers.hosts import Hosts, require, requirements
 from helpers.jobs import ROOT, SPAWN2, Job, command
 
@@ -18,7 +19,8 @@ from common.data import ImageDataset
 CHECK = "benchmarks/check.py"
 TWO = f"torchrun --standalone --nproc_per_node=2 {CHECK}"
 SECONDS = {"step": 0.100, "data": 0.001, "compute": 0.089, "fixed": 0.004, "alone": 0.080}
-FAST = Rank("alpha", threads=1, cores=4, samples=30, **SECONDS, reduce=0.040, latency=0.0012)
+WHERE = {"host": "alpha", "device": "cpu", "threads": 1, "cpus": frozenset(range(4))}
+FAST = Rank(**WHERE, quota=math.inf, samples=30, **SECONDS, reduce=0.040, latency=0.0012)
 FOUR = 2 * [FAST] + [  # ranks on two nodes
     FAST._replace(host="beta", data=0.002, compute=0.090, step=0.104),
     FAST._replace(host="beta", compute=0.088),
@@ -60,18 +62,62 @@ def test_the_lines_that_it_prints():
 
 def test_the_sentence_names_what_costs_most():
     ranks = [rank._replace(data=0.001, compute=0.089) for rank in FOUR]
-    crowded = "more threads than cores: 2 processes of 3 on 4 cores (39% of the step): export OMP"
     for step, changed, sentence in (
         (0.10, {"fixed": 0.021}, "the batch is too small for the device (21% of the step): raise"),
         (0.10, {"fixed": 0.019}, "nothing is wrong: 90% of the step is data and computing"),
         (0.12, {"data": 0.030}, "the data come too late (25% of the step): raise --num-workers"),
         (0.10, {"alone": 0.05, "threads": 2}, "the processes slow each other down: alone rank 0"),
-        (0.10, {"alone": 0.05, "threads": 3}, crowded),  # they are counted on one node
         (0.20, {}, "the link is the limit, 1.5 GB/s (55% of the step): raise --accumulate or"),
         (0.20, {"host": "alpha"}, "the all-reduce is the limit (55% of the step): raise --acc"),
     ):
         changed_ranks = [rank._replace(**changed) for rank in ranks]
         assert verdict(changed_ranks, step, 1.5e9, 1).startswith(sentence)
+
+
+def test_too_many_threads_are_named_first_whatever_else_costs_most():
+    """They are counted on each node."""
+
+    def said(ranks: list[Rank], **changed: object) -> str:
+        sentence = verdict([rank._replace(**changed) for rank in ranks], 0.3, 1.5e9, 1)
+        start, _, end = sentence.partition("more threads than cores on ")
+        assert not end or not start
+        return end
+
+    assert said(FOUR, threads=2) == said(FOUR, quota=2.5) == ""
+    assert said(FOUR, threads=3) == "alpha (threads: 6, cores: 4): export OMP_NUM_THREADS=2"
+    one = frozenset({3})
+    assert said(FOUR, cpus=one) == "alpha (threads: 2, cores: 1): start fewer processes"
+    beta = [*FOUR[:2], *(rank._replace(cpus=one) for rank in FOUR[2:])]
+    assert said(beta) == "beta (threads: 2, cores: 1): start fewer processes"
+    own = [rank._replace(cpus=frozenset({n})) for n, rank in enumerate(FOUR)]  # a core each
+    assert said(own) == ""
+    assert said(own, threads=2) == "alpha (threads: 4, cores: 2): export OMP_NUM_THREADS=1"
+    quota = "cores: 1.5 by the CPU quota): export OMP_NUM_THREADS=1 and start fewer processes"
+    assert said(FOUR, threads=2, quota=1.5) == f"alpha (threads: 4, {quota}"
+    assert said(FOUR[:1], quota=0.5) == ""  # one thread is never too many
+    gpus = {"device": "cuda", "threads": 16, "cpus": frozenset(range(16))}
+    assert said(FOUR, **gpus) == "alpha (threads: 32, cores: 16): export OMP_NUM_THREADS=4"  # not 8
+
+
+def test_threads_beside_an_accelerator():
+    for device, threads, said in (("cuda", 4, False), ("cuda", 5, True), ("cpu", 5, False)):
+        ranks = [FAST._replace(device=device, threads=threads, cpus=frozenset(range(16)))]
+        tail = "; 5 threads a process may keep the device waiting: export OMP_NUM_THREADS=4"
+        for step, sentence in ((0.1, "nothing is wrong: 90%"), (0.3, "the all-reduce is the lim")):
+            line = verdict(ranks, step, 1.5e9, 1)
+            assert line.startswith(sentence) and line.endswith(tail) is said
+
+
+def test_the_cpu_quota_of_a_container(tmp_path):
+    assert cpu_quota(tmp_path) == math.inf
+    for quota, cpus in (("150000", 1.5), ("-1", math.inf)):  # version 1
+        (tmp_path / "cpu").mkdir(exist_ok=True)
+        (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text(f"{quota}\n")
+        (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+        assert cpu_quota(tmp_path) == cpus
+    for text, cpus in (("50000 100000\n", 0.5), ("max 100000\n", math.inf)):
+        (tmp_path / "cpu.max").write_text(text)
+        assert cpu_quota(tmp_path) == cpus
 
 
 @pytest.fixture
@@ -95,48 +141,51 @@ def clock(monkeypatch):
 def test_what_is_timed(make, monkeypatch, clock, script, options, batches):
     """Each part takes a time of its own; barriers take longest, and must not count."""
     _, trainer = make(script, "--model", "mlp", "--batch-size", *options)
-    counts, step = [], trainer._run_batch
+    calls, real = [], trainer._run_batch
 
-    def spend(*sizes):
-        counts.append(sizes)
-        clock(0.010 + 0.001 * sum(sizes))
-        clock(0.004 if trainer.model.require_backward_grad_sync else 0)
-        clock(5 if len(counts) == 40 else 0)  # in one of three times, of which the median counts
-        return len(counts) < 4  # the real one follows, which must not change the weights
+    def spend(targets, *how):
+        calls.append((len(targets), *how))
+        clock(0.010 / len(batches) + 0.001 * len(targets))
+        sent = trainer.model.require_backward_grad_sync and (not how or how[-1])
+        clock(0.004 if sent else 0)
+        clock(5 if len(calls) == 40 else 0)  # in one of three times, of which the median counts
+        return len(calls) < 4  # the real one follows, which must not change the weights
 
-    def run_list(micro_batches, samples):
-        assert samples == sum(len(targets) for _, targets in micro_batches)
-        _ = spend(*(len(targets) for _, targets in micro_batches)) and step(micro_batches, samples)
+    def run_micro_batch(source, targets, share, last):
+        _ = spend(targets, share, last) and real(source, targets, share, last)
 
-    def run_parts(source, targets):
-        _ = spend(len(targets)) and step(source, targets)
+    def run_batch(source, targets):
+        _ = spend(targets) and real(source, targets)
 
     monkeypatch.setattr(dist, "barrier", lambda: clock(100))
     monkeypatch.setattr(dist, "all_reduce", lambda x, **_: clock(0.0005 + 1e-9 * x.nbytes))
-    trainer._run_batch = run_list if len(batches) > 1 else run_parts
+    trainer._run_batch = run_micro_batch if len(batches) > 1 else run_batch
     before = [parameter.clone() for parameter in trainer.model.parameters()]
     rank = measure(trainer, torch.zeros(1_000_000))
     assert all(map(torch.equal, before, trainer.model.parameters()))
     data = 0.002 * len(batches)
     expected = rank._replace(step=0.022 + data, data=data, compute=0.018, fixed=0.010, alone=0.018)
-    expected = expected._replace(reduce=0.0045, latency=0.0005, samples=8, threads=1)
-    assert rank[1:] == pytest.approx(expected[1:], rel=1e-4)  # all but the host
-    assert set(counts) == {batches, tuple(size // 2 for size in batches)}
-    assert len(counts) == 6 + 5 * 3 * int(0.5 / (0.022 + data))
+    expected = expected._replace(reduce=0.0045, latency=0.0005, samples=8)
+    assert rank[5:] == pytest.approx(expected[5:], rel=1e-4)
+    assert rank[1:4] == ("cpu", 1, os.sched_getaffinity(0))
+    hows = [(0.5, False), (0.5, True)] if len(batches) > 1 else [()]
+    assert set(calls) == {(size, *how) for size in (batches[0], batches[0] // 2) for how in hows}
+    assert len(calls) == len(batches) * (6 + 5 * 3 * int(0.5 / (0.022 + data)))
 
 
-def test_a_step_takes_no_batch_of_the_next_epoch(make, monkeypatch, capsys):
+def test_a_step_takes_no_batch_of_the_next_epoch(make, capsys):
     """Of 40 samples, the second step of an epoch has what is left."""
     _, trainer = make("ddp_torchrun.py", "--model", "mlp", "--batch-size", 7, "--accumulate", 4)
-    counts = []
+    steps = [[]]
 
-    def run_batch(batches, samples):
-        counts.append([len(targets) for _, targets in batches])
+    def run_batch(source, targets, share, last):
+        steps[-1].append(len(targets))
+        if last:
+            steps.append([])
 
     trainer._run_batch = run_batch
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
     check(trainer, 5)
-    assert counts[:4] == 2 * [[7, 5], [7, 7, 7, 7]]  # after one that was looked at
+    assert steps[:4] == 2 * [[7, 5], [7, 7, 7, 7]]  # after one that was looked at
     assert "\nEpoch | 2 steps |" in capsys.readouterr().out
 
 
@@ -147,6 +196,10 @@ def test_batches_that_are_no_pairs(make):
     trainer._run_batch = lambda batch: seen.add((batch["names"], *map(len, batch.values())))
     assert measure(trainer, torch.zeros(10)).samples == 6
     assert seen == {("abcdef", 6, 6, 6), ("abcdef", 3, 6, 3)}
+    trainer.train_data, trainer.args.accumulate = 2 * [torch.ones(6)], 2
+    trainer._run_batch = lambda batch, last: seen.add((len(batch), last))  # it has no share
+    assert measure(trainer, torch.zeros(10)).samples == 12
+    assert {(6, False), (6, True), (3, False), (3, True)} < seen
 
 
 def test_data_that_are_fetched_while_the_device_computes_cost_nothing(make, clock):
@@ -164,10 +217,9 @@ def test_data_that_are_fetched_while_the_device_computes_cost_nothing(make, cloc
 
 def test_rank_0_prints_sums_that_are_right(make, monkeypatch, capsys):
     _, trainer = make("multinode.py", "--model", "mlp")
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr("check.measure", lambda trainer, gradient: FAST)
     next(trainer.model.parameters()).requires_grad_(False)  # 784 x 512 of 669,706 are not sent
-    assert check(trainer, 5) == 0
+    check(trainer, 5)
     lines = capsys.readouterr().out.splitlines()[-6:]
     assert "| 1.07 MB |" in lines[0] and "| 2 steps |" in lines[2]
     # As with two processes, so the sums of one are wrong.
@@ -194,13 +246,19 @@ def test_a_slow_rank_of_a_users_own_copy(run, tmp_path):
         assert count, old
     text = re.sub(r"^def main\((.*?)\)", r"def main(\1, more=False)", text, flags=re.M)
     (folder / "my_own.py").write_text(text)
+    (tmp_path / "checkpoint.pt").write_text("of an earlier run")
     text = run(TWO, folder / "my_own.py", "--batch-size", 40, LADDER_SLOW=1)
     assert text.count("my own\n") >= 2
     assert "\nAll-reduce | 0.08 MB |" in text and "\nEpoch | 1 steps |" in text
     assert re.search(r"^Step \| .* waiting for rank 1 1\d\d\.\d\d, all-reduce", text, re.M), text
     assert re.search(r"^Verdict \| rank 1 is slow: [34]\d\d\.\d\d ms for", text, re.M), text
-    assert re.search(r"^Total time: ", text, re.M)  # to main()'s end
-    assert all(path.name.startswith("output-") for path in tmp_path.iterdir())
+    assert untouched(tmp_path)
+
+
+def untouched(folder):
+    """Whether there is nothing new but the job's output, and the snapshot is that of before."""
+    left = [path for path in folder.iterdir() if not path.name.startswith("output-")]
+    return [path.read_text() for path in left] == ["of an earlier run"]
 
 
 def test_what_it_cannot_measure(make, monkeypatch, capsys, tmp_path):
@@ -239,13 +297,14 @@ def test_what_it_cannot_measure(make, monkeypatch, capsys, tmp_path):
 
 
 @pytest.mark.slow("starts processes as mp.spawn does")
-def test_a_script_that_starts_its_processes_itself(run):
+def test_a_script_that_starts_its_processes_itself(run, tmp_path):
     """With BatchNorm: rank 0 sends its buffers before a pass, but not where it computes alone."""
     script, *options = SPAWN2
     options += ("--model", "resnet18", "--batch-size", 2, "--timeout", 60)
+    (tmp_path / "checkpoint.pt").write_text("of an earlier run")
     text = run(CHECK, ROOT / script, *options)
     assert "\nMeasured | 2 processes on one node |" in text and "\nVerdict | " in text
-    assert "accumulate" not in text
+    assert "accumulate" not in text and "\nTotal time: " in text and untouched(tmp_path)
 
 
 @pytest.mark.slow("nodes in network namespaces")

@@ -1,4 +1,4 @@
-"""Runs anywhere: a process's device, backend, threads and interface, and how multinode.py joins.
+"""Runs anywhere: a process's device, backend and threads, and where the ranks meet.
 
 The devices are pretended; test_gpu.py is for real ones. Real nodes: test_multinode.py.
 """
@@ -6,49 +6,75 @@ The devices are pretended; test_gpu.py is for real ones. Real nodes: test_multin
 import os
 import runpy
 import signal
-import socket
-import sys
+import tempfile
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
-from helpers.jobs import ROOT, SCRIPTS, every_ddp_script, set_up
+from helpers.files import load
+from helpers.jobs import ROOT, SCRIPTS, every_ddp_script, every_script, set_up
 
-TORCHRUN, NODES = SCRIPTS[3:]
-FIFTH = ("--rank", 4, "--world-size", 8)
+SINGLE, PARALLEL, SPAWN, TORCHRUN, NODES = SCRIPTS
+TWO = ("--nproc-per-node", 2)  # the processes of a node, of whose ranks this one is the second
+OPTIONS = {SPAWN: TWO, NODES: (*TWO, "--rank", 4, "--world-size", 8)}
+TORCHRUNS = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 
 
 @pytest.mark.parametrize("type", ["cuda", "cpu"])
-@pytest.mark.parametrize(
-    ("script", "nodes"), [(SCRIPTS[2], 1), *((name, n) for name in SCRIPTS[3:] for n in (1, 2))]
-)
-def test_a_process_gets_its_device_its_threads_and_its_interface(
-    parse, pretend, monkeypatch, capsys, type, script, nodes
-):
-    """The last of two processes a node, which has four devices and eight cores. torchrun gives each
-    process one thread; ddp_torchrun.py leaves it at that."""
-    rank, world_size = 2 * nodes - 1, 2 * nodes
-    options = () if script == TORCHRUN else ("--nproc-per-node", 2)
-    if script == "multinode.py":
-        options += ("--rank", rank - 1, "--world-size", world_size)
+@every_ddp_script
+def test_a_process_gets_its_device_and_its_rank(parse, pretend, monkeypatch, capsys, script, type):
     job = pretend("cuda", 4)
-    module, args = parse(script, "--device", type, *options)
-    ranks = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}
-    environment = {name: str(value) for name, value in ranks.items()}
-    monkeypatch.setattr(os, "environ", environment)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: job.threads)
-    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 0, 0)]))
+    module, args = parse(script, "--device", type, *OPTIONS.get(script, ()))
+    args.init_method = "file:///new"  # ddp_spawn.py's parent chooses it
+    monkeypatch.setattr(os, "environ", TORCHRUNS)
     device = set_up(module, args, 1)
     expected = ("cuda:1", device, 1) if type == "cuda" else ("cpu", None, None)
     assert (str(device), job.device_id, job.index) == expected
-    assert (job.rank, job.world_size) == (rank, world_size)
-    where = f"device {device} | backend {args.backend} | threads {8 if script == TORCHRUN else 4}"
-    assert capsys.readouterr().out == f"[rank {rank} of {world_size}] {where}\n"
-    loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
-    here = nodes == 1 and script != "multinode.py"  # its ranks may be anywhere
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        assert environment.get(name) == (loopback if here else None)
+    rank, world_size = (1, 2) if script == SPAWN else (5, 8)
+    if script != TORCHRUN:  # which leaves them to the environment
+        assert (job.rank, job.world_size) == (rank, world_size)
+    line = f"[rank {rank} of {world_size}] device {device} | backend {args.backend}\n"
+    assert capsys.readouterr().out == line
+
+
+def test_multinode_takes_its_rank_from_the_environment(command_line, monkeypatch):
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    args = command_line(NODES).parse_args()
+    assert (args.rank, args.world_size, args.init_method) == (5, 8, "env://")
+
+
+@pytest.mark.parametrize("type", ["cuda", "cpu"])
+@every_script
+def test_threads(parse, pretend, monkeypatch, script, type):
+    """At most four beside an accelerator. Processes that mp.spawn starts share the cores; torchrun
+    exports OMP_NUM_THREADS. Where that is set, it counts."""
+    job = pretend("cuda", 4)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: type == "cuda")
+    options = () if script == PARALLEL else ("--device", type, *OPTIONS.get(script, ()))
+    module, args = parse(script, *options)
+    args.init_method = "file:///new"
+
+    def threads(cores: int, **env: str) -> int:
+        job.threads = cores
+        monkeypatch.setattr(torch, "get_num_threads", lambda: cores)
+        monkeypatch.setattr(os, "environ", TORCHRUNS | env)
+        if script in SCRIPTS[2:]:
+            set_up(module, args, 1)
+        else:
+            monkeypatch.setattr(module, "load_train_objs", lambda *_: None)
+            with pytest.raises(TypeError):  # there is nothing to train
+                module.main(args)
+        return job.threads
+
+    found = [threads(cores) for cores in (1, 2, 6, 24)]
+    if script in (SPAWN, NODES):
+        assert found == ([1, 1, 3, 4] if type == "cuda" else [1, 1, 3, 12])
+    else:
+        assert found == ([1, 2, 4, 4] if type == "cuda" else [1, 2, 6, 24])
+    assert threads(24, OMP_NUM_THREADS="24") == 24
 
 
 @every_ddp_script
@@ -69,145 +95,45 @@ def test_the_backend_goes_with_the_device(parse, pretend, script, type, backends
     assert parse(script, "--device", "cpu")[1].backend == "gloo"
     backend = "nccl" if type == "cuda" else "xccl"
     if backend not in backends:  # one that was asked for is not replaced
-        assert parse(script, "--backend", backend.upper())[1].backend == backend
+        assert parse(script, "--backend", backend)[1].backend == backend
 
 
-def test_single_gpu_takes_any_device_and_data_parallel_cuda_or_the_cpu(
-    parse, refuse, pretend, monkeypatch
-):
-    """nn.DataParallel takes an Intel GPU, and fails in its first step."""
+def test_single_gpu_takes_any_device_and_data_parallel_cuda_or_the_cpu(parse, pretend, monkeypatch):
     for type in ("cuda", "xpu", "mps"):
         pretend(type, 1)
         monkeypatch.setattr(torch.cuda, "is_available", lambda type=type: type == "cuda")
-        assert parse("single_gpu.py")[1].device == type
-        if type == "xpu":
-            line = "nn.DataParallel fails on xpu (pytorch#143239): use ddp_spawn.py"
-            assert refuse("data_parallel.py") == line
-        else:
-            assert parse("data_parallel.py")[1].device == ("cuda" if type == "cuda" else "cpu")
-    pretend("xpu", 1)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert parse("data_parallel.py")[1].device == "cuda"
+        assert parse(SINGLE)[1].device == type
+        assert parse(PARALLEL)[1].device == ("cuda" if type == "cuda" else "cpu")
 
 
-@pytest.mark.parametrize("script", SCRIPTS[2:4])
+@every_ddp_script
 def test_a_process_for_each_device_and_no_more(parse, refuse, pretend, monkeypatch, script):
-    """multinode.py starts one."""
     pretend("cuda", 3)
     options = ("--nproc-per-node", 4)
     if script == TORCHRUN:
         options = ()
         monkeypatch.setenv("RANK", "0")
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    else:
+    elif script == SPAWN:
         assert parse(script)[1].nproc_per_node == 3
         assert parse(script, "--device", "cpu")[1].nproc_per_node == 2
         assert parse(script, "--device", "cpu", *options)[1].nproc_per_node == 4
-    assert "4 processes are more than 3 devices" in refuse(script, *options)
+    else:
+        assert parse(script)[1].nproc_per_node == 1
+        options += ("--rank", 0, "--world-size", 8)
+    assert refuse(script, *options) == "4 processes are more than 3 devices"
 
 
-@pytest.mark.parametrize(("world_size", "first"), [("2", b"0"), ("4", b"1")])
-def test_each_attempt_of_a_node_has_keys_of_its_own(parse, pretend, monkeypatch, world_size, first):
-    """Under torchrun's restarts. On several nodes the attempts have other numbers on each."""
-    job = pretend("cuda", 2)
-    module, args = parse(TORCHRUN)
-    shared, stores = dist.HashStore(), []
-    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(shared, 0, 0)]))
-    ranks = {"RANK": "0", "WORLD_SIZE": world_size, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-    for attempt in ("0", "1"):
-        monkeypatch.setattr(os, "environ", {**ranks, "TORCHELASTIC_RESTART_COUNT": attempt})
-        set_up(module, args)
-        job.store.set("key", attempt)
-        stores.append(job.store)
-    assert stores[0].get("key") == first
-
-
-@pytest.mark.parametrize(
-    ("env", "options", "number", "expected"),
-    [
-        ({"RANK": "5", "WORLD_SIZE": "8"}, (), 0, (5, "cuda:0")),
-        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "3"}, (), 0, (5, "cuda:3")),
-        ({}, (*FIFTH, "--nproc-per-node", 4), 3, (7, "cuda:3")),
-        ({"LOCAL_RANK": "2"}, (*FIFTH, "--nproc-per-node", 2), 1, (5, "cuda:3")),
-    ],
-)
-def test_ranks_count_processes(command_line, pretend, monkeypatch, env, options, number, expected):
-    job = pretend("cuda", 4)
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-    module = command_line(NODES, "--init-method", "tcp://node:7000", *options)
-    device = set_up(module, module.parse_args(), number)
-    assert (job.rank, str(device)) == expected
-    assert (job.world_size, job.init_method) == (8, "tcp://node:7000")
-
-
-def test_a_device_that_is_not_there_is_refused(refuse, pretend, monkeypatch):
-    pretend("cuda", 4)
-    options = ("--rank", 0, "--world-size", 8, "--nproc-per-node")
-    line = "device 4 is not here: this node has 4, counted from 0"
-    assert refuse(NODES, *options, 5) == line
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    assert refuse(NODES, *options, 2) == line
-
-
-def test_it_names_the_others_and_the_devices_left(command_line, pretend, monkeypatch, capsys):
-    pretend("cuda", 4)
-    options = ("--init-method", "tcp://node:7000", "--rank", 1, "--world-size", 8, "--timeout", 9)
-    monkeypatch.setattr(mp, "spawn", lambda *_, **__: None)
+def test_the_ranks_meet_at_a_file(command_line, monkeypatch, fashion, tmp_path):
+    """Whatever its folder is called. The whole script runs here, as if mp.spawn started rank 0."""
+    folder = tmp_path / "own temporary ö folder"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-
-    def said(*more: object) -> list[str]:
-        command_line(NODES, *options, *more)
-        runpy.run_path(str(ROOT / NODES), run_name="__main__")
-        return capsys.readouterr().out.splitlines()[1:-1]
-
-    waits = "rank 1 waits for all 8 at tcp://node:7000, up to 9 s"
-    first, second = said()
-    assert first.startswith("only 1 of 4 devices: --nproc-per-node 4 ") and second == waits
-    assert said("--nproc-per-node", 4) == said("--device", "cpu") == [waits]
-    monkeypatch.setenv("LOCAL_RANK", "0")  # the others are for the other calls
-    assert said() == [waits]
-
-
-def reason(parse, rank: int, init_method: str, address: str | None = None) -> str:
-    """Why it cannot join within a second: the end of its one line."""
-    options = ("--init-method", init_method, "--rank", rank, "--world-size", 2, "--timeout", 1)
-    module, args = parse(NODES, *options)
-    with pytest.raises(SystemExit) as caught, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(signal, "signal", lambda *_: None)
-        module.main(0, args)
-    start = f"error: rank {rank} cannot join at {address or init_method}: "
-    assert caught.value.code.startswith(start) and "\n" not in caught.value.code
-    return caught.value.code.removeprefix(start)
-
-
-@pytest.mark.parametrize(
-    ("rank", "url", "expected"),
-    [
-        (1, "localhost:7000", "No rendezvous handler for localhost://"),
-        (1, "tcp://localhost", "port number missing"),
-        (1, "tcp://:7000", "hostname cannot be None"),
-        (1, "tcp://localhost:70000", "Port out of range 0-65535"),
-        (1, "tcp://no.such.host:1", "timed out"),
-        (1, "tcp://127.0.0.1:9", "timed out"),  # nobody listens there
-        (0, "tcp://192.0.2.1:0", "timed out"),  # nor is this an address of this machine
-    ],
-)
-def test_one_line_names_the_rank_the_address_and_torchs_reason(parse, rank, url, expected):
-    assert expected in reason(parse, rank, url)
-
-
-def test_a_port_in_use_a_missing_variable_and_nobody_else(parse, monkeypatch, tmp_path):
-    with socket.create_server(("", 0)) as other:
-        assert "EADDRINUSE" in reason(parse, 0, f"tcp://localhost:{other.getsockname()[1]}")
-    monkeypatch.setenv("MASTER_PORT", "7000")
-    assert reason(parse, 0, "env://", "env://$MASTER_ADDR:7000")
-    assert reason(parse, 0, f"file://{tmp_path}/store")
-
-
-def test_a_file_to_meet_at_is_taken_as_it_stands(refuse, monkeypatch):
-    """torch expands no variable in it."""
-    monkeypatch.setenv("HOME", "/tmp")
-    line = "--init-method file://$HOME/new: write file:///folder/file, a new one"
-    options = ("--rank", 0, "--world-size", 2, "--init-method")
-    assert refuse(NODES, *options, "file://$HOME/new") == line
+    spawn = Mock(side_effect=lambda main, args, nprocs: main(0, *args))
+    monkeypatch.setattr(mp, "spawn", spawn)
+    command_line(SPAWN, 1, *fashion(16, 4), "--nproc-per-node", 1)
+    runpy.run_path(str(ROOT / SPAWN), run_name="__main__")
+    store = spawn.call_args.kwargs["args"][0].init_method.removeprefix("file://")
+    assert store.startswith(str(folder)) and not Path(store).parent.exists()
+    assert load(Path("checkpoint.pt"))["epoch"] == 1

@@ -1,93 +1,289 @@
-"""On accelerators, with a global batch of about 32 at any number of them: pytest -m gpu"""
+"""On accelerators: pytest -m gpu. One CUDA device stands for two, a rank each, by LADDER_TWIN.
 
+REHEARSE=1 pytest -m gpu tests/test_gpu.py      the same on a CPU: do the tests themselves work?
+
+A start may take ten seconds on such a machine. So most runs share two processes' start, or one's:
+they call main() of the scripts for one run after the other. The faults have real command lines.
+"""
+
+import functools
+import importlib
+import json
+import os
 import re
+import signal
+import socket
+import sys
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.files import difference, load, same_bytes
-from helpers.jobs import TORCHRUN, epochs
+from helpers.files import difference, idx_files, load, same_bytes
+from helpers.jobs import ROOT, SPAWN2, TORCHRUN, Job, command, epochs
+from torch import nn
 
 found = torch.accelerator.current_accelerator(check_available=True)
+kind = found.type if found else "cpu"
 count = torch.accelerator.device_count() if found else 0
+one_gpu = kind == "cuda" and count == 1
+TWIN = {"LADDER_TWIN": "2"} if one_gpu else {}
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.xdist_group("gpu"),  # one after the other: each takes all devices
-    pytest.mark.skipif(count == 0, reason="no accelerator on this machine"),
+    pytest.mark.skipif(not found and "REHEARSE" not in os.environ, reason="no accelerator here"),
 ]
-kind = found.type if found else "cpu"
-each = max(1, 32 // max(1, count))
-
-no_ddp = pytest.mark.skipif(kind == "mps", reason="the scripts use no DDP on mps")
-no_deterministic = pytest.mark.skipif(kind == "mps", reason="mps has no deterministic kernels")
-cuda = pytest.mark.skipif(kind != "cuda", reason="data_parallel.py takes CUDA and ROCm alone")
+pair = kind != "mps" and (count != 1 or one_gpu)
+two_ranks = pytest.mark.skipif(not pair, reason="needs two devices, and no Mac's")
 two_devices = pytest.mark.skipif(count < 2, reason="needs two devices")
+cuda = pytest.mark.skipif(kind != "cuda", reason="data_parallel.py takes CUDA and ROCm alone")
+no_cpu = pytest.mark.skipif(kind == "cpu", reason="a CPU has no SyncBatchNorm")
+
+# A global batch is 32. In an epoch of the odd data the last one is of 2, and in the even of 32.
+no_double = kind == "xpu" and not torch.xpu.get_device_properties(0).has_fp64
+DTYPE, CLOSE = ("float32", 1e-3) if no_double else ("float64", 1e-9)
+ALONE = {  # by one process: dtype, script, options
+    "one": f"{DTYPE} single_gpu.py 2 --batch-size 32 --data-dir odd",
+    "one-bn": f"{DTYPE} single_gpu.py 1 --batch-size 32 --data-dir even --model resnet18",
+}
+if kind == "cuda":  # one GPU is given twice
+    ALONE["data-parallel"] = f"{DTYPE} data_parallel.py 2 --batch-size 32 --data-dir odd"
+if kind == "cuda" and count > 1:  # else both replicas draw their dropout from one generator
+    same = "--batch-size 32 --data-dir odd --model convnet --deterministic"
+    ALONE["dp-whole"] = f"float32 data_parallel.py 2 {same}"
+    ALONE["dp-half"] = f"float32 data_parallel.py 1 {same}"
+    ALONE["dp-resumed"] = f"float32 data_parallel.py 2 {same} --resume --snapshot-path dp-half.pt"
+same = "--batch-size 16 --data-dir odd"
+exact = f"float32 ddp_torchrun.py 2 {same} --model convnet --deterministic"
+TOGETHER = {  # by two ranks
+    "ddp": f"{DTYPE} ddp_torchrun.py 2 {same}",
+    "accumulate": f"{DTYPE} ddp_torchrun.py 2 --batch-size 4 --accumulate 4 --data-dir odd",
+    "whole": exact,
+    "half": exact.replace(" 2 ", " 1 ", 1),
+    "resumed": f"{exact} --resume --snapshot-path half.pt",
+    "amp": f"{exact} --amp",
+    "undisturbed": f"float32 ddp_torchrun.py 3 {same} --deterministic",
+    "bn": f"{DTYPE} ddp_torchrun.py 1 --batch-size 16 --data-dir even --model resnet18",
+    "compile": f"{DTYPE} ddp_torchrun.py 2 {same} --compile",
+}
+if kind != "cpu":
+    TOGETHER["sync-bn"] = f"{TOGETHER['bn']} --sync-bn"
+
+
+def main(runs: dict[str, str]) -> None:
+    """In processes of their own: one run after the other."""
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.pop("WORLD_SIZE", 1))
+    join = dist.init_process_group
+    if count == 1:
+        nn.DataParallel = functools.partial(nn.DataParallel, device_ids=[0, 0])
+    for name, run in runs.items():
+        dtype, script, *words = run.split()
+        torch.set_default_dtype(getattr(torch, dtype))
+        torch.use_deterministic_algorithms(False)
+        store = f"file://{os.getcwd()}/store-{name}"  # each group needs a new one
+        dist.init_process_group = functools.partial(
+            join, init_method=store, rank=rank, world_size=world_size
+        )
+        sys.argv = [script, "--dataset", "fashion-mnist", "--snapshot-path", f"{name}.pt", *words]
+        module = importlib.import_module(script.removesuffix(".py"))
+        getattr(module.main, "__wrapped__", module.main)(module.parse_args())
+        if rank == 0:
+            print(f"end of {name}", flush=True)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """trained(name) -> the snapshot of this run, and what its processes have printed so far."""
+    folder = tmp_path_factory.mktemp("trained")
+    for data, size in (("odd", 26 * 32 + 2), ("even", 128)):
+        idx_files(folder / data, size, 10)
+    env = {
+        "PYTHONPATH": str(ROOT),
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "TORCH_LOGS": "ddp_graphs",
+    }
+    together = TORCHRUN.format(2).replace("ddp_torchrun.py", "tests/test_gpu.py")
+    launches = [("python tests/test_gpu.py", ALONE, {}), (together, TOGETHER, TWIN)]
+    jobs = [
+        (runs, Job(command(launch, json.dumps(runs)), folder, env | more))
+        for launch, runs, more in launches[: 1 + pair]
+    ]
+
+    def trained(name: str) -> tuple[dict, str]:
+        ((runs, job),) = (started for started in jobs if name in started[0])
+        job.wait_for(f"^end of {name}$", seconds=280)
+        last = re.findall(r"--snapshot-path (\S+)", f"--snapshot-path {name}.pt {runs[name]}")[-1]
+        return load(folder / last), job.text
+
+    trained.data = folder / "odd"
+    yield trained
+    for _, job in jobs:
+        job.kill()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("data-parallel", marks=cuda),
+        pytest.param("ddp", marks=two_ranks),
+        pytest.param("accumulate", marks=two_ranks),
+        pytest.param("compile", marks=two_ranks),
+    ],
+)
+def test_two_devices_train_as_one_does(trained, name):
+    """In float64, where it has that. Compiled, the graph is split where DDP's buckets end: torch
+    prints its parts, of which one's all-reduce begins while the next is still computed."""
+    snapshot, text = trained(name)
+    assert difference(snapshot, trained("one")[0]) < CLOSE
+    assert name != "compile" or ("---split graph---" in text and "---submod_1 graph---" in text)
+
+
+@two_ranks
+@pytest.mark.skipif(kind == "cpu", reason="a CPU has no SyncBatchNorm")
+def test_sync_batchnorm_is_batchnorm_over_the_global_batch(trained):
+    one = trained("one-bn")[0]
+    assert difference(trained("sync-bn")[0], one) < max(CLOSE, 1e-8)
+    assert difference(trained("bn")[0], one) > 1e-5
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(("whole", "resumed"), marks=two_ranks),
+        pytest.param(("dp-whole", "dp-resumed"), marks=(cuda, two_devices)),
+    ],
+)
+def test_resume_is_exact_with_deterministic_kernels(trained, names):
+    whole, resumed = (trained(name)[0] for name in names)
+    assert resumed["epoch"] == 2 and same_bytes(whole, resumed)
+
+
+@two_ranks
+def test_amp_trains_in_bfloat16(trained):
+    assert 1e-5 < difference(trained("amp")[0], trained("whole")[0]) < 0.1
+
+
+def test_trains_on_all_devices(start):
+    """As a user starts them, but at the same time."""
+    ranks = 2 if kind == "cpu" or one_gpu else count
+    jobs = [start("single_gpu.py", 3)]
+    if kind in ("cuda", "cpu"):
+        jobs.append(start("data_parallel.py", 3))
+    if pair:
+        options = (3, "--batch-size", max(1, 32 // ranks))
+        jobs.append(start("ddp_spawn.py", *options, **TWIN))
+        jobs.append(start(TORCHRUN.format(ranks), *options, **TWIN))
+    for job in jobs:
+        text = job.finish()
+        assert epochs(text)[-1]["accuracy"] > 97 and ("[CPU" in text) is (kind == "cpu")
+    backend = dist.get_default_backend_for_device(kind)  # nccl, xccl ...
+    numbers = [":0" if one_gpu else f":{rank}" if count else "" for rank in range(ranks)]
+    for job in jobs[-2:] if pair else []:
+        lines = re.findall(r"^\[rank .* device (.*) \| backend (.*)", job.text, re.M)
+        assert sorted(lines) == [(f"{kind}{number}", backend) for number in numbers]
+
+
+# --- faults ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def double() -> dict[str, str]:
-    if kind == "mps" or (kind == "xpu" and not torch.xpu.get_device_properties(0).has_fp64):
-        pytest.skip("this device has no float64")
-    return {"LADDER_DTYPE": "float64"}
+def over(record_property):
+    """over(since, what): so many seconds have passed, which benchmarks/gpu.py has in its report."""
+
+    def over(since: float, what: str, limit: float = 1000) -> None:
+        seconds = time.monotonic() - since
+        record_property(what, f"{seconds:.1f}")
+        assert seconds < limit, what
+
+    return over
 
 
-@pytest.mark.parametrize(
-    ("launch", "batch_size"),
-    [
-        ("single_gpu.py", 32),
-        pytest.param("data_parallel.py", 32, marks=cuda),
-        pytest.param("ddp_spawn.py", each, marks=no_ddp),
-        pytest.param(TORCHRUN.format(max(1, count)), each, marks=no_ddp),
-    ],
-)
-def test_trains_on_all_devices(run, launch, batch_size):
-    text = run(launch, 3, "--batch-size", batch_size)
-    assert epochs(text)[-1]["accuracy"] > 97 and "[CPU" not in text
-    if "ddp" in launch:
-        devices = re.findall(r"^\[rank .* device \w+:(\d+) \| backend (\w+)", text, re.M)
-        backend = dist.get_default_backend_for_device(kind)  # nccl, xccl ...
-        assert sorted(devices) == [(str(device), backend) for device in range(count)]
+@two_ranks
+def test_an_exception_in_one_rank_ends_the_other(start, over):
+    job = start(TORCHRUN.format(2), 99, "--log-interval", 1, LADDER_RAISE="1:150", **TWIN)
+    job.wait_for(r"Step 149 \| Loss")
+    since = time.monotonic()
+    text = job.finish(1)  # and nobody is left
+    over(since, "an exception in one rank: until the job is over", limit=5)
+    assert "ArithmeticError: the test's own error" in text
 
 
-@no_ddp
-def test_data_parallel_and_ddp_agree_with_one_device(run, tmp_path, fashion, double):
-    # So many that all ranks have as many, or some would repeat samples. Each epoch's last batch is
-    # short: one sample for each rank, where it has more in the others.
-    common, size = (2, *fashion(count * (26 * each + 1), 10)), each * count
-    run("single_gpu.py", *common, "--batch-size", size, "--snapshot-path", "one.pt", **double)
-    scripts = {"data_parallel.py": each * count} if kind == "cuda" else {}
-    for script, size in {**scripts, "ddp_spawn.py": each}.items():
-        run(script, *common, "--batch-size", size, **double)
-        assert difference(load(tmp_path / "checkpoint.pt"), load(tmp_path / "one.pt")) < 1e-9
+@two_ranks
+def test_all_ranks_refuse_a_snapshot_together(start, over, trained, tmp_path):
+    torch.save(trained("whole")[0], tmp_path / "checkpoint.pt")
+    options = ("--dataset", "fashion-mnist", "--data-dir", trained.data, "--model", "convnet")
+    job = start(TORCHRUN.format(2), 9, *options, "--lr", 0.5, "--resume", **TWIN)
+    job.wait_for("^error: ")
+    since = time.monotonic()
+    text = job.finish(1)
+    over(since, "a snapshot that is refused: until the job is over", limit=5)
+    assert text.count("error: checkpoint.pt was made with --lr 0.01, not 0.5\n") == 2
 
 
-@no_deterministic
-@pytest.mark.parametrize(
-    ("launch", "options"),
-    [
-        pytest.param("data_parallel.py", (), marks=(cuda, two_devices)),  # dropout of each device
-        ("ddp_spawn.py", ("--batch-size", 16, "--nproc-per-node", min(2, max(1, count)))),
-        (TORCHRUN.format(1), ("--amp",)),
-    ],
-)
-def test_resume_is_exact_with_deterministic_kernels(run, tmp_path, launch, options):
-    """With more than two processes it is to rounding."""
-    options += ("--model", "convnet", "--deterministic")
-    text = run(launch, 2, *options, "--snapshot-path", "whole.pt")
-    assert epochs(text)[-1]["accuracy"] > 90
-    run(launch, 1, *options)
-    run(launch, 2, *options, "--resume")
-    assert same_bytes(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt"))
+@two_ranks
+def test_two_nodes_with_other_options_refuse_together(start, over):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    jobs = []
+    for node, rate in enumerate((0.01, 0.1)):
+        launch = f"torchrun --nnodes=2 --node_rank={node} --nproc_per_node=1 "
+        launch += f"--master_addr=127.0.0.1 --master_port={port} ddp_torchrun.py"
+        jobs.append(start(launch, "--lr", rate, NCCL_HOSTID=f"host{node}"))
+    jobs[0].wait_for("^error: ")
+    since = time.monotonic()
+    for job in jobs:
+        assert "error: lr is 0.01 on rank 0, and 0.1 on rank 1\n" in job.finish(1)
+    over(since, "another option on one of two nodes: until both are over", limit=5)
 
 
-@no_ddp
-@two_devices
-def test_sync_batchnorm_is_batchnorm_over_the_global_batch(run, tmp_path, fashion, double):
-    """Two processes against one with twice the batch."""
-    common = (1, *fashion(64, 10), "--model", "resnet18")
-    run("single_gpu.py", *common, "--batch-size", 16, "--snapshot-path", "one.pt", **double)
-    one = load(tmp_path / "one.pt")
-    run(TORCHRUN.format(2), *common, "--batch-size", 8, "--sync-bn", **double)
-    assert difference(load(tmp_path / "checkpoint.pt"), one) < 1e-8
-    run(TORCHRUN.format(2), *common, "--batch-size", 8, **double)
-    assert difference(load(tmp_path / "checkpoint.pt"), one) > 1e-5
+@two_ranks
+def test_a_killed_rank_is_restarted(start, over, trained, tmp_path):
+    """With --save-steps, so within an epoch, and ends with the weights of an undisturbed run."""
+    options = (3, "--dataset", "fashion-mnist", "--data-dir", trained.data, "--batch-size", 16)
+    options += ("--deterministic", "--save-steps", 5, "--resume")
+    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": 1, "LADDER_SLOW": "0:0.05", **TWIN}
+    job = start(TORCHRUN.format("2 --max-restarts=1"), *options, **env)
+    job.wait_for(r"^Epoch 1 \| Step 10 \| Saved at")
+    os.kill(job.workers()[1], signal.SIGKILL)
+    since = time.monotonic()
+    job.wait_for("^Resuming training from snapshot at Epoch 1")
+    over(since, "kill -9 of a rank, --max-restarts=1: until training goes on")
+    job.finish()
+    assert same_bytes(load(tmp_path / "checkpoint.pt"), trained("undisturbed")[0])
+
+
+@two_ranks
+def test_a_killed_rank_ends_the_others(start, over):
+    job = start(*SPAWN2, 999, "--log-interval", 1, **TWIN)
+    job.wait_for("Step 50 ")
+    os.kill(job.workers()[1], signal.SIGKILL)
+    since = time.monotonic()
+    text = job.finish(1)
+    over(since, "kill -9 of a rank of ddp_spawn.py: until the job is over", limit=10)
+    assert text.endswith("error: process 1 terminated with signal SIGKILL\n")
+
+
+@two_ranks
+def test_a_rank_that_stands_still_is_noticed(start, over):
+    """torch then waits for four times TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC, 60 s by default, for its
+    flight recorder. torchrun would kill who stands still 30 s later, and we wake it up sooner."""
+    wait = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": 250}
+    job = start(TORCHRUN.format(2), 999, "--timeout", 20, "--log-interval", 1, **wait, **TWIN)
+    job.wait_for("Step 50 ")
+    first, still = job.workers()
+    os.kill(still, signal.SIGSTOP)
+    since = time.monotonic()
+    said = "Timed out waiting" if kind == "cpu" else "Watchdog caught collective operation timeout"
+    job.wait_for(said, seconds=40)
+    over(since, "a rank that stands still, --timeout 20: until torch says so", limit=25)
+    while first in job.pids():
+        assert time.monotonic() - since < 60, job.text
+        time.sleep(0.05)
+    over(since, "until the other rank has ended, without the flight recorder's 60 s")
+    os.kill(still, signal.SIGCONT)
+    job.finish(1)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

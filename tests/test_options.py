@@ -64,8 +64,9 @@ def trained(tools: SimpleNamespace, script: str, *options: object) -> SimpleName
     text = tools.capsys.readouterr().out
     job.losses = losses(text) + [line["test_loss"] for line in epochs(text)]
     job.epochs = [line["epoch"] for line in epochs(text)]
-    job.steps = [int(line.split()[4]) for line in text.splitlines() if "| Step " in line]
+    job.steps = [int(line.split()[4]) for line in text.splitlines() if "| Loss" in line]
     job.saved = [int(line.split()[1]) for line in text.splitlines() if "saved at" in line]
+    job.saved_steps = [int(line.split()[4]) for line in text.splitlines() if "Saved at" in line]
     job.files = sorted(name for name in {*os.listdir()} - files if "output" not in name)
     job.model = type(inner(trainer)).__name__
     job.dataset, job.data_dir = did["load_dataset"]
@@ -146,6 +147,7 @@ OPTIONS = (
     Row("--nproc-per-node", (1, 3), "processes", (), SPAWN, joined),
     Row("--nproc-per-node", (1, 3), "processes", (), NODES, joined, OF_NINE),
     Row("--accumulate", (1, 2), "steps", ([1, 2, 3, 4, 5], [1, 2, 3]), TORCHRUN),
+    Row("--save-steps", (1, 3), "saved_steps", ([1, 2, 3, 4], [3]), TORCHRUN),
     Row("--amp", (False, True), "types", ([torch.float32], [torch.bfloat16]), TORCHRUN),
     Row("--compile", (False, True), "compiled", (), TORCHRUN),
     Row("--sync-bn", (False, True), "converted", (), TORCHRUN),

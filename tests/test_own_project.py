@@ -9,7 +9,8 @@ from helpers.files import difference, load, same_bytes
 from helpers.jobs import ROOT, SCRIPTS, epochs
 from helpers.ranks import train
 
-# As tutorials write them: a sample at a time, without __getitems__. The noise is an augmentation.
+# As tutorials write them: a sample at a time, without __getitems__, and a dictionary, which one's own
+# collate_fn makes batches of. The noise is an augmentation.
 OWN = """class Pairs(Dataset):
     def __init__(self, length, noise=0):
         self.sources = torch.randn(length, 3, generator=torch.Generator().manual_seed(1))
@@ -20,7 +21,12 @@ OWN = """class Pairs(Dataset):
 
     def __getitem__(self, index):
         source = self.sources[index] + self.noise * torch.randn(3)
-        return (source, source + 1), int(self.sources[index].sum() > 0)
+        return {"one": source, "other": source + 1, "label": int(self.sources[index].sum() > 0)}
+
+
+def collate_pairs(samples):
+    batch = torch.utils.data.default_collate(samples)
+    return {"one": batch["one"], "other": batch["other"]}, batch["label"]
 
 
 class Own(nn.Module):
@@ -44,15 +50,16 @@ class Trainer:
 """
 MARKS = {
     "loss = F.cross_entropy(": "loss = losses(",
-    "source.to(self.device, non_blocking=self.pin_memory)": "[s.to(self.device) for s in source]",
+    "source.to(self.device, non_blocking=self.pin_memory)": "{k: v.to(self.device) for k, v in source.items()}",
     "loss_sum += F.cross_entropy(output,": "loss_sum += F.cross_entropy(output['logits'],",
     "(output.argmax": "(output['logits'].argmax",
     "load_dataset(args.dataset, args.data_dir)": "Pairs(68), Pairs(21)",
     "build_model(args.model, train_set[0][0].shape)": "Own()",
-    "ConstantLR(optimizer, factor=1)": "CosineAnnealingLR(optimizer, 4)",
-    "self.model(source)": "self.model(*source)",
+    "LambdaLR(optimizer, lambda epoch: 1.0)": "CosineAnnealingLR(optimizer, 4)",
+    "self.model(source)": "self.model(**source)",
+    "collate_fn=collate,": "collate_fn=collate_pairs,",
 }
-DDP = {"self.model.module(source)": "self.model.module(*source)"}
+DDP = {"self.model.module(source)": "self.model.module(**source)"}
 
 
 def edited(folder: Path, script: str, marks: dict[str, str]) -> str:
@@ -72,7 +79,7 @@ def edited(folder: Path, script: str, marks: dict[str, str]) -> str:
 
 
 def test_every_script_trains_ones_own_project_to_the_same_weights(tmp_path):
-    """Two inputs, a dictionary of outputs, a head for training only, and a schedule.
+    """Dictionaries of inputs and outputs, a head for training only, and a schedule.
 
     Of 68 samples the last batch is short. With --accumulate it has a short micro-batch, too.
     """

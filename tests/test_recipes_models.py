@@ -1,4 +1,4 @@
-"""docs/recipes_models.md: each change fits the script, does what the page says, and is resumed."""
+"""docs/recipes.md: models, losses and samplers are those of one process, and are resumed."""
 
 import functools
 import itertools
@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.files import load, patched
-from helpers.jobs import ROOT, epochs, losses
+from helpers.jobs import ROOT, epochs
 from helpers.ranks import train
 from torch import nn
 
 from common.data import make_digits
 
-PAGE = (ROOT / "docs" / "recipes_models.md").read_text()
+PAGE = (ROOT / "docs" / "recipes.md").read_text()
 RECIPES = {path.stem: path.read_text() for path in ROOT.glob("docs/recipes/*.diff")}
 RECIPES |= dict(re.findall(r"```diff (\w+)\n(.*?)```", PAGE, re.S))
 WOOD = "How much wood would a woodchuck chuck? " * 88  # of 64 bytes 48 blocks to learn, and 5
@@ -28,15 +28,10 @@ DIGITS = """@@ 80 digits in place of 12,000
 +
 +load_dataset = lambda *_: (make_digits(80, 0), make_digits(10, 1))
 """
-STOP = """@@ rank 1 alone gets a signal in its first step of epoch 1
-             self.samples_seen += samples * self.world_size
-+            first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-+            if first and epoch == 1 and self.rank == 1:
-+                signal.raise_signal(signal.SIGTERM)
-"""
-LEAVE = """@@ and no status that would end the other rank
--    return 143 if stopped else 0  # 128 + SIGTERM, because 0 would report success
-+    return 0
+KEEP = """@@ the snapshot of mid-epoch stays under another name
+                 log(f"Epoch {epoch} | Step {step} | Saved at {self.args.snapshot_path}")
++                if self.rank == 0:
++                    os.link(self.args.snapshot_path, "middle.pt")
 """
 
 
@@ -57,39 +52,41 @@ def script(tmp_path):
 
 
 @pytest.fixture
-def resumed(script, run, tmp_path):
-    """resumed(recipe, *diffs, arguments) -> the snapshot and the output of one process.
+def resumed(script, tmp_path):
+    """resumed(recipe, *diffs, arguments) -> the last snapshot and the output of one process.
 
-    Two ranks with half its batch stop in mid-epoch, and a second run goes on to the same snapshot,
-    in double precision. Or torchrun starts both, because a stop makes it restart the ranks.
+    It ends as two ranks do, which take its batch of 16 samples in four micro-batches, and as they
+    do when they go on from a snapshot of epoch 1's first step. All in double precision.
     """
 
     def resumed(
         recipe: str,
         *diffs: str,
         arguments: tuple = SMALL,
-        processes: int = 1,
+        batch: tuple = (4, "--accumulate", 2),
+        save_steps: int = 6,
+        one_process: bool = True,
         tolerance: float = 1e-12,
-        torchrun: bool = False,
     ) -> tuple:
-        whole = script(recipe, *diffs)
-        two = (2, 2, "--batch-size", 8, *arguments)
-        if torchrun:
-            launch = "torchrun --standalone --nproc_per_node=2 --max-restarts=1"
-            env = {"PYTHONPATH": ROOT, "LADDER_DTYPE": "float64"}
-            path = script(recipe, *diffs, STOP)
-            text = run(f"{launch} {path}", *two[1:], "--resume", **env)
-        else:
-            text = train(tmp_path, script(recipe, *diffs, STOP, LEAVE), *two, dtype="float64")
-            train(tmp_path, whole, *two, "--resume", dtype="float64")
-        assert "Epoch 1 | Stopped at sample 16, saved" in text
-        one = (processes, 2, "--batch-size", 16 // processes, "--snapshot-path", "whole.pt")
-        text = train(tmp_path, whole, *one, *arguments, dtype="float64")
-        runs = [load(tmp_path / name) for name in ("whole.pt", "checkpoint.pt")]
+        path = script(recipe, *diffs, KEEP)
+        two = (2, 2, *arguments, "--batch-size", *batch, "--save-steps", save_steps)
+        text = train(tmp_path, path, 2, *two, dtype="float64")
+        assert "\nEpoch 1 | Step 1 | Saved at checkpoint.pt\n" in text
+        whole = load(tmp_path / "checkpoint.pt")
+        middle = load(tmp_path / "middle.pt")
+        assert middle["epoch"] == 1 and middle["samples_seen"] == 16
+        two = (*two, "--resume", "--snapshot-path", "middle.pt")
+        train(tmp_path, path, 2, *two, dtype="float64")
+        runs = [whole, load(tmp_path / "middle.pt")]
+        if one_process:
+            one = (2, 2, *arguments, "--batch-size", 16, "--snapshot-path", "one.pt")
+            text = train(tmp_path, path, 1, *one, dtype="float64")
+            runs.append(load(tmp_path / "one.pt"))
         for snapshot in runs:
             del snapshot["args"]
-        torch.testing.assert_close(*runs, rtol=0, atol=tolerance)
-        return runs[0], text
+        for run in runs[1:]:
+            torch.testing.assert_close(run, whole, rtol=0, atol=tolerance)
+        return runs[-1], text
 
     return resumed
 
@@ -118,11 +115,10 @@ def text(tmp_path):
 TINY_GPT = functools.partial(re.sub, r"width=128, heads=4, layers=4", "width=16, heads=2, layers=2")
 
 
-@pytest.mark.slow("a real torchrun")
 def test_gpt_is_that_of_one_process_and_is_resumed(resumed, text):
     """Rounding errors grow in AdamW, which divides by the root of small squares."""
     edited = TINY_GPT(RECIPES["gpt"])
-    snapshot, printed = resumed(edited, arguments=text, tolerance=1e-10, torchrun=True)
+    snapshot, printed = resumed(edited, arguments=text, save_steps=4, tolerance=1e-10)
     assert snapshot["schedule"]["last_epoch"] == 6  # steps
     assert re.search("Epoch 1 .*saved at.*\n\n[\\S\\s]{150}", printed)  # bytes of all kinds
 
@@ -182,7 +178,7 @@ def test_contrastive_loss_is_that_of_one_large_batch(resumed, apply):
     # Without random numbers, of which each rank draws its own, but with two views that differ.
     edited = RECIPES["contrastive"].replace("views + torch.randn_like(views)", "views")
     edited = edited.replace("[source, source]", "[source, source.flip(3)]")
-    _, printed = resumed(edited, DIGITS)
+    _, printed = resumed(edited, DIGITS, batch=(8,))
     assert "| Train loss: " in printed and "Test loss" not in printed
 
 
@@ -194,7 +190,7 @@ NORM = """@@ a model with statistics, of which each rank has its own
 
 def test_the_average_is_evaluated_and_resumed(resumed, apply):
     edited = RECIPES["ema"].replace("0.999", "0.9")
-    snapshot, printed = resumed(edited, DIGITS, NORM, processes=2)
+    snapshot, printed = resumed(edited, DIGITS, NORM, one_process=False)
     model = nn.Sequential(nn.Flatten(), nn.Linear(784, 10), nn.BatchNorm1d(10)).double().eval()
     images = make_digits(10, 1)
     inputs, targets = (images.images - 255 * 0.15) / (255 * 0.20), images.targets
@@ -268,11 +264,8 @@ def texts(tmp_path):
 
 
 def test_batches_of_like_lengths(resumed, apply, texts):
-    (recipe,) = re.findall(
-        r"```diff text\n(.*?)```", (ROOT / "docs" / "recipes.md").read_text(), re.S
-    )
-    resumed("lengths", recipe, arguments=texts)
-    module, trainer = apply("lengths", 1, *texts, diffs=(recipe,))
+    resumed("lengths", RECIPES["text"], arguments=texts, batch=(8,))
+    module, trainer = apply("lengths", 1, *texts, diffs=(RECIPES["text"],))
     assert trainer.train_data.sampler.lengths == [4 + n * n % 37 for n in range(80)]
     lengths = [n * n % 997 for n in range(1001)]
     more = {"lengths": lengths, "batch_size": 10}
@@ -288,12 +281,10 @@ def test_batches_of_like_lengths(resumed, apply, texts):
 
 
 def test_both_models_of_a_gan_are_those_of_one_process_and_are_resumed(resumed):
-    edited = re.sub(
-        r"torch.randn\(len\(real\), 64, .*?\)", "real.flatten(1)[:, :64]", RECIPES["gan"]
-    )
+    noise = r"torch.randn\(len\(real\), 64, .*?\)"
+    edited = re.sub(noise, "real.flatten(1)[:, :64]", RECIPES["gan"])
     snapshot, printed = resumed(edited, DIGITS, arguments=("--lr", 0.001), tolerance=1e-9)
-    sizes = [len(snapshot[name]["state"]) for name in ("optimizer", "critic_optimizer")]
-    assert sizes == [4, 6]
+    assert len(snapshot["optimizer"]["state"]) == 4 + 6
     found = re.findall(r"Critic loss: (\S+) \| Generator loss: (\S+)", printed)
     assert len(found) == 2 and all(0.01 < float(loss) < 5 for pair in found for loss in pair)
 
@@ -308,7 +299,7 @@ PAIRS = """@@ pairs of digits, and a model that compares them
 +
 +    def __getitem__(self, index):
 +        (left, one), (right, other) = self.images[index], self.images[index // 7]
-+        return {"left": left, "right": right}, int(one == other)
++        return {"left": left, "right": right, "labels": int(one == other)}
 +
 +
 +class Siamese(nn.Module):
@@ -318,7 +309,7 @@ PAIRS = """@@ pairs of digits, and a model that compares them
 +
 +    def forward(self, left, right):
 +        left, right = self.encoder(torch.cat([left, right]).flatten(1)).chunk(2)
-+        return self.head(left - right)
++        return argparse.Namespace(logits=self.head(left - right))
 +
 +
  class Trainer:
@@ -331,15 +322,17 @@ PAIRS = """@@ pairs of digits, and a model that compares them
 """
 
 
-def test_inputs_that_are_dicts_and_pairs(resumed, script, tmp_path):
+def test_batches_that_are_dicts_or_pairs(resumed, script, tmp_path):
     resumed("dicts", DIGITS, PAIRS)
     dicts = load(tmp_path / "checkpoint.pt")["model"]
-    edited = RECIPES["dicts"].replace("source.items()", "enumerate(source)")
-    edited = edited.replace("(**source)", "(*source)")
-    pairs = PAIRS.replace('{"left": left, "right": right}', "(left, right)")
-    options = (2, "--batch-size", 8, *SMALL)
-    train(tmp_path, script(edited, DIGITS, pairs), 2, *options, dtype="float64")
-    torch.testing.assert_close(load(tmp_path / "checkpoint.pt")["model"], dicts, rtol=0, atol=0)
+    old = '{"left": left, "right": right, "labels": int(one == other)}'
+    path = script("", DIGITS, PAIRS.replace(old, "(left, right), int(one == other)"))
+    (moved,) = re.findall(r"`source = (\[.*?\])` and `self\.model\(\*source\)`", PAGE, re.S)
+    old, new = "source.to(self.device, non_blocking=self.pin_memory)", " ".join(moved.split())
+    text = path.read_text().replace(old, new)
+    path.write_text(text.replace("(source)  # your inputs", "(*source).logits"))
+    train(tmp_path, path, 2, 2, *SMALL, "--batch-size", 8, dtype="float64")
+    torch.testing.assert_close(load(tmp_path / "checkpoint.pt")["model"], dicts, rtol=0, atol=1e-12)
 
 
 def test_predictions_come_once_and_in_order(resumed, script, tmp_path):
@@ -349,7 +342,7 @@ def test_predictions_come_once_and_in_order(resumed, script, tmp_path):
     one = file.read_text()
     images = make_digits(10, 1)
     inputs = (images.images - 255 * 0.15) / (255 * 0.20)
-    weights = [*load(tmp_path / "whole.pt")["model"].values()]
+    weights = [*load(tmp_path / "one.pt")["model"].values()]
     hidden = F.relu(F.linear(inputs.double().flatten(1), *weights[:2]))
     scores = F.linear(F.relu(F.linear(hidden, *weights[2:4])), *weights[4:])
     found = scores.argmax(dim=1).tolist()
@@ -367,68 +360,3 @@ def test_zero_is_resumed_to_the_weights_of_sgd(resumed, script, tmp_path):
     plain = load(tmp_path / "checkpoint.pt")
     for part in ("model", "optimizer"):
         torch.testing.assert_close(snapshot[part], plain[part], rtol=0, atol=1e-12)
-
-
-LINEAR = """@@ a small model
--    model = build_model(args.model, train_set[0][0].shape).to(device)  # load your model
-+    model = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
-"""
-
-
-def test_lbfgs_decides_by_the_mean_of_all_losses(script, tmp_path):
-    """As the page says. Rounding errors grow fast, so the first two steps are compared."""
-    section = PAGE.split("## LBFGS")[1].split("\n## ")[0]
-    call, reduce, divide, step = re.findall(r"`([^`]*[(=][^`]*)`", section)
-    diff = f"""{LINEAR}@@
--    optimizer = torch.optim.SGD(model.parameters(), args.lr, args.momentum)  # your optimizer
-+    optimizer = torch.optim.LBFGS(model.parameters(), args.lr, line_search_fn="strong_wolfe")
-@@
--        {step}
-+        {reduce}
-+        {divide}
-@@
--            loss = self._run_batch(micro_batches, samples)
-+            {call}
-"""
-    path, found = script(diff, DIGITS), []
-    for processes in (1, 2):
-        options = (1, "--batch-size", 16 // processes, "--lr", 1, "--log-interval", 1)
-        text = train(tmp_path, path, processes, *options, dtype="float64")
-        found.append(losses(text))
-    assert len({*found[0]}) == 5
-    assert found[1][:2] == pytest.approx(found[0][:2], abs=1e-5)
-
-
-SGLD = """@@ an optimizer that adds noise
-+class SGLD(torch.optim.SGD):
-+    @torch.no_grad()
-+    def step(self):
-+        super().step()
-+        for weights in self.param_groups[0]["params"]:
-+            weights.add_(torch.randn_like(weights), alpha=0.01)
-+
-+
- class Trainer:
-@@ load_train_objs
--    optimizer = torch.optim.SGD(model.parameters(), args.lr, args.momentum)  # your optimizer
-+    optimizer = SGLD(model.parameters(), args.lr, args.momentum)  # your optimizer
-@@ each rank's weights and what it draws at the end
-     trainer.train(args.total_epochs)
-+    weights = nn.utils.parameters_to_vector(model.parameters())
-+    log(f"sum {weights.sum().item()!r} {torch.rand(()).item()!r}", every_rank=True)
-"""
-
-
-def test_noise_is_the_same_on_all_ranks(resumed, apply, script, tmp_path):
-    resumed("noise", DIGITS, SGLD)
-    _, trainer = apply("noise", 1, *SMALL, "--batch-size", 8, diffs=(SGLD,))
-    drawn = []
-    trainer.optimizer.register_step_pre_hook(lambda *_: drawn.append(torch.rand(()).item()))
-    trainer._run_epoch(0)
-    assert len({*drawn}) == len(drawn) >= 5  # in each step others
-    found = []
-    for recipe in ("noise", ""):
-        text = train(tmp_path, script(recipe, DIGITS, SGLD), 2, 1, *SMALL)
-        found += re.findall("^sum (.*) (.*)$", text, re.M)
-    (one, own), (other, others), (wrong, _), (wronger, _) = found
-    assert one == other and own != others and abs(float(wrong) - float(wronger)) > 0.1

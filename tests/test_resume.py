@@ -48,21 +48,19 @@ def test_one_process_with_any_optimizer_and_schedule(make, parse, monkeypatch, s
 
 def test_an_epoch_goes_on_in_the_middle(make, monkeypatch, capsys):
     """The model is one without dropout, because the rest of the epoch has a seed of its own."""
-    options = ("ddp_torchrun.py", "--batch-size", 8, "--model", "mlp")
+    options = ("ddp_torchrun.py", "--model", "mlp", "--batch-size", 4, "--accumulate", 2)
     make(*options, "--snapshot-path", "whole.pt")[1].train(2)
     expected = epochs(capsys.readouterr().out)
-    _, stopped = make(*options)
-
-    def agree(step: int) -> None:
-        stopped.stopping, stopped.ask_at_step = step == 4, step + 1
-
-    monkeypatch.setattr(stopped, "_agree_on_stopping", agree)
-    stopped.train(2)
-    assert capsys.readouterr().out.endswith("\nEpoch 0 | Stopped at sample 24, saved\n")
+    _, killed = make(*options, "--save-steps", 3)
+    save = killed._save_snapshot
+    monkeypatch.setattr(killed, "_save_snapshot", lambda: save() or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        killed.train(2)
+    assert load(Path("checkpoint.pt"))["samples_seen"] == 24
     _, resumed = make(*options, "--resume")
     resumed.train(2)
     text = capsys.readouterr().out
-    assert "Epoch 0 | Batchsize: 8 | Steps: 2\n" in text
+    assert "Epoch 0 | Batchsize: 4 | Steps: 2\n" in text
     for line, whole in zip(epochs(text), expected, strict=True):
         assert line["test_loss"] == whole["test_loss"]
     assert same_bytes(load(Path("checkpoint.pt")), load(Path("whole.pt")))
@@ -102,24 +100,22 @@ def test_any_rung_goes_on_from_any_other_at_any_world_size(tmp_path, fashion):
 
 
 def test_a_stop_in_mid_epoch_goes_on_at_any_world_size(start, tmp_path, fashion):
-    """Only the last rank hears the signal, and all must agree. A sample that is trained twice, or
-    never, would show. Numbers of samples that the processes do not divide: test_steps.py.
-    """
-    data, seen = (1, *fashion(480, 10), "--log-interval", 1), [0]
+    """A sample that is trained twice, or never, would show. Numbers of samples that the processes
+    do not divide: test_steps.py."""
+    data, seen = (1, *fashion(480, 10), "--save-steps", 3), [0]
 
-    def leg(launch: str, size: int, signum: int | None = None, status: int = 0) -> None:
-        options = (*data, "--batch-size", size, "--resume")
-        job = start(launch, *options, LADDER_SLOW=0, LADDER_DTYPE="float64")
-        if signum:
-            job.wait_for(r"Epoch 0 \| Step 3 ")
-            os.kill((job.workers() or [job.process.pid])[-1], signum)
+    def leg(launch: str, *options: object, status: int = 0) -> None:
+        job = start(launch, *data, *options, "--resume", LADDER_SLOW=0, LADDER_DTYPE="float64")
+        if status:
+            job.wait_for(r"Step 3 \| Saved")
+            os.kill(job.process.pid, signal.SIGTERM)
         job.finish(status)
         seen.append(load(tmp_path / "checkpoint.pt")["samples_seen"])
 
-    leg(TORCHRUN.format(3), 4, signal.SIGINT, 1)
-    leg("ddp_torchrun.py", 12, signal.SIGTERM, 143)
-    leg(TORCHRUN.format(2), 6)
+    leg(TORCHRUN.format(3), "--batch-size", 2, "--accumulate", 2, status=1)
+    leg("ddp_torchrun.py", "--batch-size", 12, status=-signal.SIGTERM)
+    leg(TORCHRUN.format(2), "--batch-size", 6)
     assert 0 < seen[1] < seen[2] < 480 and seen[3] == 0
-    options = (*data, "--batch-size", 12, "--snapshot-path", "whole.pt")
+    options = (*data[:-2], "--batch-size", 12, "--snapshot-path", "whole.pt")
     train(tmp_path, "single_gpu.py", 1, *options, dtype="float64")
     assert difference(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt")) < 1e-12

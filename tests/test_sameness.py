@@ -5,28 +5,27 @@ these are declared.
 """
 
 import ast
+import difflib
 import re
 
 import pytest
-from helpers.jobs import ROOT, SCRIPTS
+from helpers.jobs import ROOT, SCRIPTS, every_script
 
 SINGLE, PARALLEL, SPAWN, TORCHRUN, NODES = SCRIPTS
 ONE, FROM_SPAWN, DDP = SCRIPTS[:2], (SPAWN, NODES), SCRIPTS[2:]
 
 # function: its groups, the first script of which the others are compared with
 GROUPS = {
-    "Trainer.__init__": [FROM_SPAWN],
     "Trainer._run_batch": [(SINGLE, PARALLEL, SPAWN, NODES)],
     "Trainer._run_epoch": [ONE, FROM_SPAWN],
     "Trainer._evaluate": [ONE, FROM_SPAWN],
     "Trainer.train": [ONE, FROM_SPAWN],
-    "Trainer._save_snapshot": [(PARALLEL, SPAWN, NODES)],
-    "Trainer._load_snapshot": [ONE, FROM_SPAWN],
+    "Trainer._save_snapshot": [FROM_SPAWN],
+    "Trainer._load_snapshot": [(SINGLE, PARALLEL, SPAWN, NODES)],
     "load_train_objs": [SCRIPTS],
     "prepare_dataloader": [SCRIPTS],
-    "stop": [FROM_SPAWN],
-    "read_snapshot": [(SINGLE, PARALLEL, SPAWN, NODES)],
-    "log": [ONE, FROM_SPAWN],
+    "compare_ranks": [(TORCHRUN, NODES)],
+    "log": [ONE, DDP],
     "default_backend": [DDP],
     "positive": [SCRIPTS],
 }
@@ -36,55 +35,80 @@ SAME = [
     for first, *others in groups
     for other in others
 ]
-# function, two scripts, the lines that only the first has, and those that only the second has
-BUT_FOR = [
-    (
-        "Trainer._save_snapshot",
-        (SINGLE, SPAWN),
-        ['"model": self.model.state_dict(),'],
-        ['"model": self.model.module.state_dict(),'],
-    ),
-    (
-        "Trainer._load_snapshot",
-        (SINGLE, SPAWN),
-        ["snapshot = read_snapshot(self.args)"],
-        [
-            "snapshots = [read_snapshot(self.args) if self.rank == 0 else None]",
-            "dist.broadcast_object_list(snapshots)  "
-            "# rank 0 reads it, and all start from the same one",
-            "snapshot = snapshots[0]",
-        ],
-    ),
-    (
-        "compare_options",
-        (TORCHRUN, NODES),
-        ['may_differ = {"data_dir", "snapshot_path", "num_workers", "local_rank"}'],
-        [
-            'may_differ = {"rank", "nproc_per_node", "first_device", "init_method", "address"}',
-            'may_differ |= {"data_dir", "snapshot_path", "num_workers"}',
-        ],
-    ),
-    (
-        "read_snapshot",
-        (SPAWN, TORCHRUN),
-        [
-            'if snapshot.get("samples_seen"):',
-            'sys.exit(f"error: {path} was saved in mid-epoch: go on with ddp_torchrun.py")',
-        ],
-        [],
-    ),
+# function, two scripts: the lines that only the first (-) or only the second has (+)
+BUT_FOR = {
+    ("Trainer.__init__", SINGLE, PARALLEL): """\
++ self.model = nn.DataParallel(model)  # not sooner, as a snapshot's names have no "module."
+""",
+    ("Trainer.__init__", SPAWN, NODES): """\
++ compare_ranks({"epoch": self.epoch})
+""",
+    ("Trainer.__init__", SPAWN, TORCHRUN): """\
++ self.world_size = dist.get_world_size()
++ if args.sync_bn:  # other layers, but the same parameters, which the optimizer has already
++ model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+- self.epoch = 0  # the next one to train
++ self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.amp)
++ self.epoch = 0  # the one in progress
++ self.samples_seen = 0  # in this epoch, by all ranks
++ self.unsaved_steps = 0  # since the last snapshot
++ compare_ranks({"epoch": self.epoch, "samples_seen": self.samples_seen})
++ if args.compile:
++ model.compile(dynamic=False)  # the model inside DDP, anew for each size of a batch
+""",
+    ("Trainer._evaluate", SPAWN, TORCHRUN): """\
++ with self.autocast:
+""",
+    ("Trainer.train", SPAWN, TORCHRUN): """\
+- train_size = self.train_data.sampler.total_size  # of all ranks, with repeated samples
++ train_size = self.train_data.sampler.total_size - self.samples_seen  # what is left
++ self.samples_seen = 0
+""",
+    ("Trainer._save_snapshot", SINGLE, PARALLEL): """\
+- "model": self.model.state_dict(),
++ "model": self.model.module.state_dict(),
+""",
+    ("Trainer._save_snapshot", PARALLEL, SPAWN): """\
++ if self.rank > 0:
++ return
+""",
+    ("Trainer._save_snapshot", SPAWN, TORCHRUN): """\
++ self.unsaved_steps = 0
++ "samples_seen": self.samples_seen,
+""",
+    ("Trainer._load_snapshot", SPAWN, TORCHRUN): """\
+- if snapshot.get("samples_seen"):
+- sys.exit(f"error: {path} was saved in mid-epoch: go on with ddp_torchrun.py")
++ seen = snapshot.get("samples_seen", 0)  # only this script saves in mid-epoch
++ self.samples_seen = seen - seen % self.world_size  # with other ranks: some samples twice
+""",
+}
+# The order in which a first reader meets them
+ORDER = [
+    "ddp_setup",
+    "Trainer",
+    "load_train_objs",
+    "ResumableSampler",
+    "prepare_dataloader",
+    "main",
 ]
+ORDER += ["compare_ranks", "log", "default_backend", "positive", "parse_args"]
+
+
+def tree(script: str) -> list[ast.stmt]:
+    return ast.parse((ROOT / script).read_text()).body
 
 
 def lines(script: str, name: str, comments: bool = True) -> list[str]:
     """Of a function, without its indentation."""
-    source = (ROOT / script).read_text()
-    body = ast.parse(source).body
+    body = tree(script)
     for part in name.split("."):
         (node,) = (node for node in body if getattr(node, "name", "") == part)
         body = node.body
-    text = ast.get_source_segment(source, node) if comments else ast.unparse(node)
-    return [line.strip() for line in text.splitlines()]
+    if not comments:
+        return ast.unparse(node).splitlines()
+    whole = (ROOT / script).read_text().splitlines()
+    return [line.strip() for line in whole[node.lineno - 1 : node.end_lineno]]
 
 
 @pytest.mark.parametrize(("name", "first", "other"), SAME)
@@ -93,12 +117,18 @@ def test_a_function_is_the_same(name, first, other):
     assert lines(first, name, comments) == lines(other, name, comments)
 
 
-@pytest.mark.parametrize(("name", "scripts", "first", "second"), BUT_FOR)
-def test_a_function_is_the_same_but_for_its_declared_lines(name, scripts, first, second):
-    one, two = (lines(script, name) for script in scripts)
-    assert [line for line in one if line not in two] == first
-    assert [line for line in two if line not in one] == second
-    assert [line for line in one if line in two] == [line for line in two if line in one]
+@pytest.mark.parametrize(("name", "first", "other"), BUT_FOR)
+def test_a_function_is_the_same_but_for_its_declared_lines(name, first, other):
+    found = difflib.ndiff(lines(first, name), lines(other, name))
+    found = [line for line in found if line[0] in "-+"]
+    assert found == BUT_FOR[name, first, other].splitlines()
+
+
+@every_script
+def test_a_file_has_its_parts_in_the_order_of_the_others(script):
+    names = [node.name for node in tree(script) if hasattr(node, "name")]
+    assert names == [name for name in ORDER if name in names]
+    assert isinstance(tree(script)[-1], ast.If)  # the main guard
 
 
 def options(script: str) -> dict[str, str]:

@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.jobs import SCRIPTS, every_script
+from torch.utils.data import random_split
 
+from common.data import make_digits
 from common.seed import set_seed
 
 
@@ -37,19 +39,14 @@ def test_all_devices_are_seeded_too(monkeypatch):
     assert seeds[0] == seeds[2] != seeds[1]
 
 
-def classes(batches: list | torch.Tensor, rest: torch.Tensor | int) -> list[int]:
-    """Of what _run_batch() is given: inputs and targets, or micro-batches and their samples."""
-    targets = torch.cat([pair[1] for pair in batches]) if isinstance(batches, list) else rest
-    return targets.tolist()
-
-
 @every_script
 def test_each_epoch_has_its_order_and_its_random_numbers(make, monkeypatch, script):
     """ddp_torchrun.py may begin in mid-epoch, so it has one number more."""
     module, trainer = make(script, "--model", "mlp", "--batch-size", 8, "--seed", 7)
     trainer.rank, seeds, orders = 1 if script in SCRIPTS[2:] else 0, [], []
     monkeypatch.setattr(module, "set_seed", lambda *numbers: seeds.append(numbers))
-    trainer._run_batch = lambda *given: orders[-1].extend(classes(*given)) or torch.zeros(())
+    loss = torch.zeros(())
+    trainer._run_batch = lambda _, targets, *more: orders[-1].extend(targets.tolist()) or loss
     for epoch in (3, 4):
         orders.append([])
         trainer.samples_seen = 0
@@ -66,12 +63,23 @@ def test_each_epoch_has_its_order_and_its_random_numbers(make, monkeypatch, scri
 
 
 @every_script
-def test_loading_data_draws_nothing_from_the_models_numbers(make, script):
-    """A resumed run starts its loader's workers anew, where an unstopped run does not."""
-    _, trainer = make(script)
-    before = torch.get_rng_state()
-    assert len(list(trainer.train_data)) == 2 and len(list(trainer.test_data)) == 1
-    assert torch.equal(torch.get_rng_state(), before)
+def test_a_random_split_is_the_same_on_all_ranks_and_after_a_resume(parse, monkeypatch, script):
+    """And another with another seed, whatever has been drawn before."""
+    data, splits = make_digits(40, 0), []
+
+    def load_dataset(*_: object) -> tuple:
+        random.shuffle(numbers := [*range(40)])
+        train, test = random_split(data, (30, 10))
+        splits.append((train.indices, np.random.permutation(40).tolist(), numbers))
+        return train, test
+
+    for rank, *options in ((0,), (1,), (0, "--resume"), (0, "--seed", 7)):
+        module, args = parse(script, *options)
+        monkeypatch.setattr(module, "load_dataset", load_dataset)
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        module.load_train_objs(args, torch.device("cpu"))
+    assert splits[0] == splits[1] == splits[2]
+    assert all(one != other for one, other in zip(splits[2], splits[3], strict=True))
 
 
 class Noise(UserList):
@@ -81,31 +89,15 @@ class Noise(UserList):
         return torch.rand(()), 0
 
 
-def inputs(batches: list | torch.Tensor) -> list[float]:
-    """The same for a data set whose inputs are numbers."""
-    source = torch.cat([pair[0] for pair in batches]) if isinstance(batches, list) else batches
-    return source.tolist()
-
-
-@pytest.mark.parametrize(
-    ("script", "starts"),
-    [
-        *((script, ((0, 0), (0, 1))) for script in SCRIPTS[:2]),
-        *((script, ((0, 0), (1, 0), (1, 1))) for script in SCRIPTS[2:]),
-    ],
-)
-def test_each_ranks_loader_workers_draw_numbers_of_their_own(make, monkeypatch, script, starts):
+@pytest.mark.parametrize("script", SCRIPTS[2:4])
+def test_each_ranks_loader_workers_draw_numbers_of_their_own(make, script):
     """At the starts of these ranks in these epochs, the last one as in a resumed run."""
-    drawn = []
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    for rank, epoch in starts:
-        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
-        module, trainer = make(script, "--model", "mlp", "--num-workers", 1)
-        data = Noise(range(4))
-        sampler = trainer.train_data.sampler
-        given = {} if script in SCRIPTS[2:] else {"generator": sampler.generator}
-        sampler = type(sampler)(data, **given)
-        trainer.train_data = module.prepare_dataloader(data, 2, sampler, trainer.args)
-        trainer._run_batch = lambda first, _: drawn.extend(inputs(first)) or torch.zeros(())
+    module, trainer = make(script, "--model", "mlp", "--num-workers", 1)
+    sampler, data, drawn = trainer.train_data.sampler, Noise(range(40)), []
+    trainer._run_batch = lambda source, *_: drawn.extend(source.tolist()) or torch.zeros(())
+    for trainer.rank, epoch in ((0, 0), (1, 0), (1, 1)):
+        trainer.samples_seen = 0
+        trainer.train_data = module.prepare_dataloader(data, 20, sampler, trainer.args)
+        trainer.train_data.multiprocessing_context = "forkserver"  # quicker than spawn
         trainer._run_epoch(epoch)
-    assert len({*drawn}) == (6 if script in SCRIPTS[2:] else 8)
+    assert len({*drawn}) == len(drawn) == 3 * 40

@@ -49,50 +49,48 @@ def test_dropout_in_training_and_all_units_in_evaluation(make, script):
 
 @every_ddp_script
 def test_evaluation_is_with_the_buffers_of_rank_0_and_not_through_ddp(make, monkeypatch, script):
-    """Ranks would wait in DDP's first forward for one that has no batch.
-
-    A buffer may be a view. gloo would write over the memory between its values (torch 2.15).
-    """
+    """Ranks would wait in DDP's first forward for one that has no batch."""
     _, trainer = make(script)
-    table = torch.zeros(2, 3)
-    inner(trainer).register_buffer("statistics", table[:, 1])
-
-    def broadcast(tensor: torch.Tensor, src: int) -> None:
-        assert tensor.is_contiguous()
-        tensor.fill_(7 + src)
-
-    monkeypatch.setattr(dist, "broadcast", broadcast)
+    statistics = torch.zeros(2)
+    inner(trainer).register_buffer("statistics", statistics)
+    monkeypatch.setattr(dist, "broadcast", lambda tensor, src: tensor.fill_(7 + src))
     trainer.model.forward = Mock(side_effect=AssertionError(f"{script} evaluates through DDP"))
     trainer._evaluate()
-    assert table.tolist() == [[0, 7, 0], [0, 7, 0]]
+    assert statistics.tolist() == [7, 7]
 
 
 @every_script
 def test_a_step_is_on_the_mean_over_the_batch(make, monkeypatch, script):
     """DDP sends the gradients once, also after micro-batches of 4, 4 and 2."""
     _, trainer = make(script, "--model", "mlp", "--batch-size", 4)
-    model, passes, sent = inner(trainer), [], []
-    model.register_forward_pre_hook(lambda *_: passes.append("forward"))
-    monkeypatch.setattr(trainer.optimizer, "step", lambda *_: None)
+    model, sent, gradients = inner(trainer), [], []
+    weights = [*model.parameters()]
+    step = lambda: gradients.append([weight.grad.clone() for weight in weights])  # noqa: E731
+    monkeypatch.setattr(trainer.optimizer, "step", step)
     if script in DDP:
         trainer.model.register_comm_hook(
             None, lambda _, bucket: sent.append(bucket.index()) or allreduce_hook(None, bucket)
         )
     source, targets = make_digits(10, 0).__getitems__(range(10))
-    given = (source, targets)
+    given = [(source, targets)]
     if script == TORCHRUN:
-        given = [*zip(source.split(4), targets.split(4), strict=True)], 10
-    for step in (1, 2):  # the second one knows nothing of the first one's gradients
+        micro_batches = zip(source.split(4), targets.split(4), (0.4, 0.4, 0.2), strict=True)
+        given = [(*one, number == 3) for number, one in enumerate(micro_batches, start=1)]
+    mean = torch.nn.functional.cross_entropy(model(source), targets)
+    expected = torch.autograd.grad(mean, weights)
+    for _ in range(2):  # the second step knows nothing of the first one's gradients
         sent.clear()
-        loss = trainer._run_batch(*given)
-        assert len(passes) == step * (3 if script == TORCHRUN else 1)
+        losses = [trainer._run_batch(*one).item() for one in given]
         buckets = [*range(len(sent))]
         assert sorted(sent) == buckets and bool(sent) == (script in DDP), f"{script} sends {sent}"
-    expected = torch.nn.functional.cross_entropy(model(source), targets)
-    assert loss.item() == pytest.approx(expected.item())
-    weights = [*model.parameters()]
-    for weight, gradient in zip(weights, torch.autograd.grad(expected, weights), strict=True):
-        assert torch.allclose(weight.grad, gradient, atol=1e-6)
+        if script == TORCHRUN:
+            losses = [
+                sum(loss * share for loss, share in zip(losses, (0.4, 0.4, 0.2), strict=True))
+            ]
+        assert losses == pytest.approx([mean.item()])
+    for found in gradients:
+        assert all(torch.allclose(*pair, atol=1e-6) for pair in zip(found, expected, strict=True))
+    assert len(gradients) == 2
 
 
 @pytest.mark.parametrize("count", [40, 41, 64])
@@ -114,7 +112,7 @@ def test_no_sample_is_lost_where_other_ranks_go_on_in_mid_epoch(make, monkeypatc
     order = [*chain(*zip(*shards(before, 3, 0), strict=True))]
     trainer._save_snapshot()
     snapshot, trainer.model = {**load(Path("checkpoint.pt")), "epoch": 3}, inner(trainer)
-    monkeypatch.setattr(module, "read_snapshot", lambda _: snapshot)
+    monkeypatch.setattr(torch, "load", lambda *_, **__: snapshot)
     for snapshot["samples_seen"] in range(0, len(order), 2 * before):
         seen = order[: snapshot["samples_seen"]]
         for trainer.world_size in (1, 2, 3, 4):

@@ -4,13 +4,41 @@ import os
 import re
 import shutil
 import signal
-import socket
 
 import pytest
 from helpers.files import difference, load, same_bytes
 from helpers.hosts import require
 from helpers.jobs import TORCHRUN, epochs, losses
 from helpers.ranks import train
+
+OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": 1}  # for each attempt (pytorch#135712)
+
+
+@pytest.mark.parametrize(
+    ("more", "env", "said"),
+    [
+        ("", {}, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and use no --master_addr"),
+        (" --master_port=29511", OWN_STORE, "and use no --master_addr or --master_port"),
+    ],
+)
+def test_restarts_that_may_hang_are_refused(run, tmp_path, more, env, said):
+    """torchrun says which store it uses only to its workers: by default, and with an address."""
+    launch = f"torchrun --nproc_per_node=1 --max-restarts=1{more} ddp_torchrun.py"
+    text = run(launch, "--resume", status=1, **env)
+    assert text.count("error: a restart may hang: export ") == 2 and said in text
+    assert not (tmp_path / "checkpoint.pt").exists()
+
+
+def test_what_one_rank_refuses_all_refuse(run, tmp_path, fashion):
+    """So none is left to wait in a collective, and the line is the last one but torchrun's."""
+    options = (1, *fashion(100, 10))
+    run(TORCHRUN.format(2), *options)
+    text = run(TORCHRUN.format(2), *options, "--resume", "--lr", 0.5, status=1)
+    line = "error: checkpoint.pt was made with --lr 0.01, not 0.5\n"
+    before, *_, after = text.split(line)
+    assert text.count(line) == 2 and "Traceback" not in before and "Epoch " not in text
+    torchruns = r"[WE]\d+ |Traceback|torch|Fail|Root|\[|=|-|/|\s|$"
+    assert all(re.match(torchruns, line) for line in after.splitlines()), after
 
 
 def test_a_restart_goes_on_from_the_last_snapshot_and_a_report_names_the_rank(
@@ -20,7 +48,8 @@ def test_a_restart_goes_on_from_the_last_snapshot_and_a_report_names_the_rank(
     options = fashion(200, 10)
     train(tmp_path, "ddp_torchrun.py", 2, 2, *options, "--snapshot-path", "whole.pt")
     options = (3, *options, "--resume")
-    text = run(TORCHRUN.format("2 --max-restarts=1"), *options, status=1, LADDER_RAISE="1:7")
+    launch, env = TORCHRUN.format("2 --max-restarts=1"), {"LADDER_RAISE": "1:7", **OWN_STORE}
+    text = run(launch, *options, status=1, **env)
     assert text.count("No snapshot at ") == 1
     assert text.count("Resuming training from snapshot at Epoch 1\n") == 1
     assert [line["epoch"] for line in epochs(text)] == [0, 1]
@@ -32,19 +61,12 @@ def test_a_restart_goes_on_from_the_last_snapshot_and_a_report_names_the_rank(
 
 
 @pytest.mark.slow("real command lines, started again and again")
-@pytest.mark.parametrize(
-    ("rank", "address"), [(1, ""), (0, " --master_addr=localhost --master_port={}")]
-)
-def test_a_killed_rank_is_restarted_as_often_as_it_takes(start, tmp_path, fashion, rank, address):
-    """Twice, in one node's store, which torchrun keeps for all attempts (pytorch#135712)."""
+@pytest.mark.parametrize("rank", (0, 1))
+def test_a_killed_rank_is_restarted_as_often_as_it_takes(start, tmp_path, fashion, rank):
     options = (4, *fashion(200, 10))
     train(tmp_path, "ddp_torchrun.py", 2, *options, "--snapshot-path", "whole.pt")
-    held = socket.socket()  # as in helpers/ranks.py
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("localhost", 0))
-    address = address.format(held.getsockname()[1])
-    launch = f"torchrun --nproc_per_node=2 --max-restarts=2{address} ddp_torchrun.py"
-    job = start(launch, *options, "--resume", LADDER_SLOW=0)
+    launch = "torchrun --nproc_per_node=2 --max-restarts=2 ddp_torchrun.py"
+    job = start(launch, *options, "--resume", LADDER_SLOW=0, **OWN_STORE)
     for epoch in (0, 2):
         job.wait_for(f"^Epoch {epoch} .* checkpoint saved")
         os.kill(job.workers()[rank], signal.SIGKILL)

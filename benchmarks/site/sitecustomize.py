@@ -32,7 +32,6 @@ if not any("resource_tracker" in word for word in sys.orig_argv):
             print(f"First step: {json.dumps(times)}", flush=True)
         os._exit(0)
 
-    dist.rendezvous = around(dist.rendezvous, "other imports, options")
     dist.init_process_group = around(dist.init_process_group, "other imports, options", "joining")
     DataLoader.__iter__ = around(DataLoader.__iter__, "data, model")
     register_optimizer_step_post_hook(first_step)

@@ -145,5 +145,4 @@ def set_up(module: ModuleType, args: argparse.Namespace, number: int = 0) -> tor
 
     ddp_torchrun.py takes its number from the environment.
     """
-    args.store = "output-store"
     return module.ddp_setup(*([] if module.__name__ == "ddp_torchrun" else [number]), args)

@@ -65,5 +65,7 @@ def one_rank(
         return
     module = importlib.import_module(name)
     args = module.parse_args()
-    args.store, args.nproc_per_node = str(folder / f"output-store{env['MASTER_PORT']}"), processes
+    args.nproc_per_node = processes
+    if name == "ddp_spawn":
+        args.init_method = f"file://{folder}/output-store{env['MASTER_PORT']}"
     module.main(rank if name == "ddp_spawn" else 0, args)

@@ -6,6 +6,7 @@ LADDER_RAISE=rank:step   cross_entropy raises in that rank at that call
 LADDER_CPU=1             no accelerator is found, whatever the machine has (but in GPU tests)
 LADDER_ATEXIT=1          every process prints "Python ends" where Python does, and its threads
 LADDER_SLOW=rank[:s]     this rank sleeps for s or 0.3 seconds after every step of the optimizer
+LADDER_TWIN=count        one GPU stands for so many, for a rank each, with NCCL over sockets: slow
 """
 
 import functools
@@ -78,3 +79,21 @@ if hooks and not any("resource_tracker" in word for word in sys.orig_argv):
             return result
 
         torch.optim.SGD.step = slow_step
+
+    if "TWIN" in hooks:
+        device, set_index = torch.device, torch.accelerator.set_device_index
+
+        class Twin:
+            def __new__(cls, *args: object) -> torch.device:
+                made = device(*args)
+                if made.index is None:
+                    return made
+                torch.device = device  # torch.compile looks at the type
+                del os.environ["LADDER_TWIN"]  # of the processes that this one starts
+                # NCCL refuses two ranks on one GPU of a host, so each rank is a host of its own.
+                os.environ.update(NCCL_HOSTID=f"host{made.index}", LOCAL_RANK="0")
+                return device(made.type, 0)
+
+        torch.device = Twin
+        torch.accelerator.device_count = lambda: int(hooks["TWIN"])
+        torch.accelerator.set_device_index = lambda index: set_index(0)
