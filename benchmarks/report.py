@@ -97,16 +97,16 @@ def odd_ones(result: dict) -> list[str]:
     return found
 
 
-def table(result: dict, columns: dict = COLUMNS) -> list[str]:
+def table(result: dict) -> list[str]:
     """A row for each contestant: its median rate, and what it is of the upper bound's."""
-    cases = [case for case in columns if names(result, case)]
-    heads = [columns[case][0] for case in cases]
+    cases = [case for case in COLUMNS if names(result, case)]
+    heads = [COLUMNS[case][0] for case in cases]
     lines = [f"| samples per second | {' | '.join(heads)} |", "| --- |" + " ---: |" * len(cases)]
     frugal = [f"{case}-accumulate" for case in cases]
     for name in names(result, *cases, *frugal):
         cells = []
         for case in cases:
-            bound = columns[case][1]
+            bound = COLUMNS[case][1]
             if "--accumulate" in name or name == ONE:
                 case, bound = f"{case}-accumulate", f"{TOGETHER} --accumulate 8"
             found = runs(result, case, name)

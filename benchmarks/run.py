@@ -59,7 +59,6 @@ class Contestant:
     options: tuple[str, ...] = ()
     one_thread: bool = False  # OMP_NUM_THREADS=1
     processes: int | None = None  # not as many as the case has
-    switches: tuple[str, ...] = ()  # of vit.py
 
 
 PEER, BOUND = "benchmarks/peers.py", "benchmarks/upper_bound.py"
@@ -144,22 +143,20 @@ def environment(contestant: Contestant, case: Case) -> dict[str, str]:
 def command(contestant: Contestant, case: Case, data: Path) -> list[str]:
     count = contestant.processes or case.processes
     program = ROOT / contestant.program
-    runner = [str(HERE / "vit.py"), *contestant.switches]
-    words = [*(runner if case.model == "vit" or contestant.switches else []), str(program)]
     options = ["--batch-size", str(case.batch), "--dataset", "fashion-mnist", "--data-dir"]
     options += [str(data), "--model", case.model, *contestant.options]
     if contestant.program.startswith("benchmarks/"):
         options = ["1000", "--device", case.device, *options]
     else:
-        options = ["1000", "1000", *options]  # epochs, and that they are saved after the last only
+        options = ["1000", "1000", *options]  # total_epochs, save_every
     if contestant.launch == "torchrun" and (count > 1 or program.name == "ddp_torchrun.py"):
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
-        return [sys.executable, *torchrun, *words, *options]
+        return [sys.executable, *torchrun, str(program), *options]
     if contestant.launch == "spawn":
         options += ["--nproc-per-node", str(count)]
     if program.name == "multinode.py":
         options += ["--world-size", str(count)]  # this call starts all of its ranks
-    return [sys.executable, *words, *options]
+    return [sys.executable, str(program), *options]
 
 
 def measure(words: list[str], env: dict[str, str], seconds: float, limit: float = 240) -> dict:

@@ -3,7 +3,6 @@
 import argparse
 import json
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -141,25 +140,6 @@ def test_what_a_machine_lacks_is_said(monkeypatch, tmp_path):
     # Without a driver or a GPU that serves, it is over.
     with pytest.raises(SystemExit, match=r"^error: a sum on each device fails: \w+Error: "):
         gpu.left_out(argparse.Namespace(device="cuda", count=1))
-
-
-def test_the_switches_of_what_no_script_has(tmp_path):
-    program = """
-from common.model import MODELS, build_model
-layout = max(build_model("lenet", (3, 32, 32)).parameters(), key=torch.Tensor.dim)
-layout = layout.is_contiguous(memory_format=torch.channels_last)
-fused = torch.optim.SGD([torch.ones(1)], lr=1).defaults["fused"]
-print(*sys.argv[1:], torch.get_float32_matmul_precision(), layout, bool(fused), "vit" in MODELS)
-"""
-    (tmp_path / "program.py").write_text(f"import sys\nimport torch\n{program}")
-    for switches, model, said in (
-        (("--tf32", "--fused", "--channels-last"), "mlp", "high True True True"),
-        ((), "vit", "highest False False True"),
-    ):
-        contestant = harness.Contestant("python", f"{tmp_path}/program.py", switches=switches)
-        words = harness.command(contestant, harness.Case(4, 1, (), model=model), tmp_path)
-        words = [*words[: words.index("1000")], "--tf32"]  # an option of the program
-        assert subprocess.check_output(words, text=True) == f"--tf32 {said}\n"
 
 
 def test_the_error_of_a_contestant():

@@ -36,17 +36,17 @@ MISTAKES = [
     (SCRIPTS[:4], "--snapshot-path /no/x.pt", "--snapshot-path /no/x.pt: name a file in a folder"),
     (SCRIPTS[:4], "--snapshot-path /dev/null", "--snapshot-path /dev/null: name a file in a "),
     (DDP, "--backend pigeon", "argument --backend: invalid choice: 'pigeon'"),
-    (SCRIPTS[:3], "WORLD_SIZE=2", "WORLD_SIZE is 2: torchrun starts ddp_torchrun.py"),
+    (SCRIPTS[:3], "WORLD_SIZE=2", "WORLD_SIZE is 2: use torchrun with ddp_torchrun.py"),
     (ELASTIC, RESTARTS, "--max-restarts without --resume: a restart would begin at epoch 0"),
     (ELASTIC, f"{RESTARTS} TORCHELASTIC_USE_AGENT_STORE=True --resume", HANG),
-    (NODES, "TORCHELASTIC_RUN_ID=x", "this script starts its own processes: torchrun starts"),
+    (NODES, "TORCHELASTIC_RUN_ID=x", "this script starts its own processes: use torchrun"),
     (NODES, "--rank 0 --world-size 2 --snapshot-path /no/x.pt", "--snapshot-path /no/x.pt: name"),
     (NODES, "--rank 0", "give --rank and --world-size, or export RANK and WORLD_SIZE"),
     (NODES, "RANK=0", "give --rank and --world-size, or export RANK and WORLD_SIZE"),
     (NODES, "RANK=x WORLD_SIZE=2", "argument --rank: invalid int value: 'x'"),
-    (NODES, "--rank 2 --world-size 2", "rank 2 does not fit into a world of 2"),
-    (NODES, "--rank -2 --world-size 2", "rank -2 does not fit into a world of 2"),
-    (NODES, "RANK=1 WORLD_SIZE=2 --nproc-per-node 2", "rank 1 does not fit into a world of"),
+    (NODES, "--rank 2 --world-size 2", "ranks 2 to 2 are not in 0 to 1"),
+    (NODES, "--rank -2 --world-size 2", "ranks -2 to -2 are not in 0 to 1"),
+    (NODES, "RANK=1 WORLD_SIZE=2 --nproc-per-node 2", "ranks 1 to 2 are not in 0 to 1"),
 ]
 
 

@@ -73,6 +73,7 @@ if kind != "cpu":
 def main(runs: dict[str, str]) -> None:
     """In processes of their own: one run after the other."""
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.pop("WORLD_SIZE", 1))
+    sys.path.insert(0, str(ROOT))
     join = dist.init_process_group
     if count == 1:
         nn.DataParallel = functools.partial(nn.DataParallel, device_ids=[0, 0])
@@ -97,11 +98,7 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     for data, size in (("odd", 26 * 32 + 2), ("even", 128)):
         idx_files(folder / data, size, 10)
-    env = {
-        "PYTHONPATH": str(ROOT),
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-        "TORCH_LOGS": "ddp_graphs",
-    }
+    env = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "TORCH_LOGS": "ddp_graphs"}
     together = TORCHRUN.format(2).replace("ddp_torchrun.py", "tests/test_gpu.py")
     launches = [("python tests/test_gpu.py", ALONE, {}), (together, TOGETHER, TWIN)]
     jobs = [
@@ -111,7 +108,7 @@ def trained(tmp_path_factory):
 
     def trained(name: str) -> tuple[dict, str]:
         ((runs, job),) = (started for started in jobs if name in started[0])
-        job.wait_for(f"^end of {name}$", seconds=280)
+        job.wait_for(f"^end of {name}$", seconds=120 if found else 600)
         last = re.findall(r"--snapshot-path (\S+)", f"--snapshot-path {name}.pt {runs[name]}")[-1]
         return load(folder / last), job.text
 
@@ -188,12 +185,13 @@ def test_trains_on_all_devices(start):
 
 @pytest.fixture
 def over(record_property):
-    """over(since, what): so many seconds have passed, which benchmarks/gpu.py has in its report."""
+    """over(since, what): so many seconds have passed, which benchmarks/gpu.py has in its report.
+    A rehearsal has no limit, because a CPU may have much else to do."""
 
     def over(since: float, what: str, limit: float = 1000) -> None:
         seconds = time.monotonic() - since
         record_property(what, f"{seconds:.1f}")
-        assert seconds < limit, what
+        assert seconds < limit or not found, what
 
     return over
 
@@ -261,7 +259,7 @@ def test_a_killed_rank_ends_the_others(start, over):
     since = time.monotonic()
     text = job.finish(1)
     over(since, "kill -9 of a rank of ddp_spawn.py: until the job is over", limit=10)
-    assert text.endswith("error: process 1 terminated with signal SIGKILL\n")
+    assert "\nerror: process 1 terminated with signal SIGKILL\n" in text
 
 
 @two_ranks

@@ -11,6 +11,7 @@ import signal
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -55,6 +56,9 @@ def trained(tools: SimpleNamespace, script: str, *options: object) -> SimpleName
         patch.setattr(torch.nn.SyncBatchNorm, "convert_sync_batchnorm", convert)
         patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # --deterministic would leave it
         trainer = tools.make(script, "--batch-size", 8, "--log-interval", 1, *options)[1]
+        loaders = (trainer.train_data, trainer.test_data)
+        for loader in loaders if trainer.args.num_workers else ():
+            loader.multiprocessing_context = "forkserver"  # quicker than spawn
         kernels.append(torch.are_deterministic_algorithms_enabled())
         torch.use_deterministic_algorithms(False)
         patch.setattr(torch.nn.Dropout, "forward", lambda _, inputs: inputs)
@@ -74,7 +78,6 @@ def trained(tools: SimpleNamespace, script: str, *options: object) -> SimpleName
     job.types, job.compiled = [*types], len(compiled) > 0
     job.converted = converted == [inner(trainer)]
     job.deterministic = all(kernels)  # before the group chooses its own, too
-    loaders = (trainer.train_data, trainer.test_data)
     job.workers = [len(getattr(loader._iterator, "_workers", ())) for loader in loaders]
     return job
 
@@ -83,11 +86,11 @@ def joined(tools: SimpleNamespace, script: str, *options: object) -> SimpleNames
     """On a machine with four GPUs: its device, and what it gives mp.spawn() and to the group."""
     job = tools.pretend("cuda", 4)
     module, args = tools.parse(script, *options)
-    spawn = lambda _, args, nprocs: vars(job).update(processes=nprocs)  # noqa: E731
-    tools.monkeypatch.setattr(mp, "spawn", spawn)
     if script in SPAWN + NODES:
-        tools.monkeypatch.setattr(signal, "signal", lambda *_: None)
+        tools.monkeypatch.setattr(mp, "spawn", spawn := Mock())
+        tools.monkeypatch.setattr(signal, "signal", Mock())
         runpy.run_path(str(ROOT / script), run_name="__main__")
+        (args,), job.processes = spawn.call_args.kwargs["args"], spawn.call_args.kwargs["nprocs"]
     if script in DDP:
         job.device = set_up(module, args).type
         job.timeout = job.timeout.total_seconds()
@@ -152,7 +155,7 @@ OPTIONS = (
     Row("--compile", (False, True), "compiled", (), TORCHRUN),
     Row("--sync-bn", (False, True), "converted", (), TORCHRUN),
     Row("--rank", (0, 3), "rank", (), NODES, joined, OF_NINE),
-    Row("--world-size", (1, 3), "world_size", (), NODES, joined, OF_NINE),
+    Row("--world-size", (2, 3), "world_size", (), NODES, joined, OF_NINE),
     Row("--init-method", ("tcp://a:1", "tcp://b:2"), "init_method", (), NODES, joined),
 )
 EACH = [

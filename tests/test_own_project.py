@@ -9,8 +9,8 @@ from helpers.files import difference, load, same_bytes
 from helpers.jobs import ROOT, SCRIPTS, epochs
 from helpers.ranks import train
 
-# As tutorials write them: a sample at a time, without __getitems__, and a dictionary, which one's own
-# collate_fn makes batches of. The noise is an augmentation.
+# As tutorials write them: a sample at a time, without __getitems__. The noise is an augmentation.
+# Samples are dictionaries, of which one's own collate_fn makes batches.
 OWN = """class Pairs(Dataset):
     def __init__(self, length, noise=0):
         self.sources = torch.randn(length, 3, generator=torch.Generator().manual_seed(1))
@@ -26,7 +26,7 @@ OWN = """class Pairs(Dataset):
 
 def collate_pairs(samples):
     batch = torch.utils.data.default_collate(samples)
-    return {"one": batch["one"], "other": batch["other"]}, batch["label"]
+    return batch, batch.pop("label")
 
 
 class Own(nn.Module):
@@ -50,7 +50,9 @@ class Trainer:
 """
 MARKS = {
     "loss = F.cross_entropy(": "loss = losses(",
-    "source.to(self.device, non_blocking=self.pin_memory)": "{k: v.to(self.device) for k, v in source.items()}",
+    "source.to(self.device, non_blocking=self.pin_memory)": (
+        "{name: values.to(self.device) for name, values in source.items()}"
+    ),
     "loss_sum += F.cross_entropy(output,": "loss_sum += F.cross_entropy(output['logits'],",
     "(output.argmax": "(output['logits'].argmax",
     "load_dataset(args.dataset, args.data_dir)": "Pairs(68), Pairs(21)",

@@ -43,7 +43,7 @@ def test_the_lines_of_the_diff_are_in_the_program(name):
                 for statement in body:
                     found[sign] += lines[statement.lineno - 1 : statement.end_lineno]
     (diff,) = re.findall(r"^```diff\n(.*?)\n```$", SECTIONS[name], re.M | re.S)
-    assert 2 <= len(diff.splitlines()) <= 6 and "\n+" in diff
+    assert 2 <= len(diff.splitlines()) <= 6 and "\n+" in f"\n{diff}"
     for line in diff.splitlines():
         assert any(line[1:].strip() in ours for ours in found[line[0]]), line
 

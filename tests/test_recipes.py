@@ -156,7 +156,7 @@ def test_warm_up_and_cosine_are_resumed_and_at_another_rate(apply, monkeypatch, 
 def test_the_best_snapshot_is_kept(apply, tmp_path):
     for total, answers, best in ((2, [3, 7], 2), (4, [5, 6], 2), (5, [8], 5)):
         _, trainer = apply("best", total, *SMALL, "--resume")
-        scores = [(torch.zeros(()), torch.tensor(float(right))) for right in answers]
+        scores = [torch.tensor([0.0, right]) for right in answers]
         trainer._evaluate = iter(scores).__next__
         trainer.train(total)
         assert load(tmp_path / "checkpoint.pt.best")["epoch"] == best
@@ -169,7 +169,7 @@ def test_early_stopping_counts_on_in_a_resumed_run(apply, tmp_path):
     starts = ((9, 0, "--snapshot-path", "whole.pt"), (7, 0), (9, 7, "--resume"), (9, 8, "--resume"))
     for total, first, *options in starts:
         _, trainer = apply("early", total, 9, *SMALL, *options)
-        values = [(10 * loss, torch.tensor(5.0)) for loss in losses[first:]]
+        values = [torch.stack([10 * loss, torch.tensor(5)]) for loss in losses[first:]]
         trainer._evaluate = iter(values).__next__
         trainer.train(total)
     whole, resumed = load(tmp_path / "whole.pt"), load(tmp_path / "checkpoint.pt")

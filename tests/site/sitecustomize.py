@@ -83,9 +83,12 @@ if hooks and not any("resource_tracker" in word for word in sys.orig_argv):
     if "TWIN" in hooks:
         device, set_index = torch.device, torch.accelerator.set_device_index
 
-        class Twin:
-            def __new__(cls, *args: object) -> torch.device:
-                made = device(*args)
+        class Twins(type):
+            def __instancecheck__(cls, thing: object) -> bool:
+                return isinstance(thing, device)
+
+            def __call__(cls, *args: object, **more: object) -> torch.device:
+                made = device(*args, **more)
                 if made.index is None:
                     return made
                 torch.device = device  # torch.compile looks at the type
@@ -93,6 +96,9 @@ if hooks and not any("resource_tracker" in word for word in sys.orig_argv):
                 # NCCL refuses two ranks on one GPU of a host, so each rank is a host of its own.
                 os.environ.update(NCCL_HOSTID=f"host{made.index}", LOCAL_RANK="0")
                 return device(made.type, 0)
+
+        class Twin(metaclass=Twins):
+            pass
 
         torch.device = Twin
         torch.accelerator.device_count = lambda: int(hooks["TWIN"])

@@ -1,0 +1,111 @@
+import contextlib
+import math
+import os
+import time
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn  # imported later, it would keep the process group to the end
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
+
+EPOCHS = 5
+ACCUMULATE = 2  # micro-batches in a step
+WARM_UP = 20  # steps
+LOG_EVERY = 10  # steps
+
+
+def make_data(count, seed):
+    inputs = torch.randn(count, 20, generator=torch.Generator().manual_seed(seed))
+    targets = (inputs.sum(dim=1) > 0).long()
+    return TensorDataset(inputs, targets)
+
+
+def lr_factor(step):
+    if step < WARM_UP:
+        return (step + 1) / WARM_UP
+    return (1 + math.cos(math.pi * (step - WARM_UP) / (EPOCHS * steps - WARM_UP))) / 2
+
+
+rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+torch.manual_seed(42)
+device = torch.device("cpu")
+if torch.cuda.is_available():
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+train_set, test_set = make_data(1000, seed=1), make_data(303, seed=2)
+sampler = DistributedSampler(train_set)
+batch_size = 64 // world_size // ACCUMULATE  # of a micro-batch
+train_loader = DataLoader(train_set, batch_size=batch_size, sampler=sampler)
+test_shard = Subset(test_set, range(rank, len(test_set), world_size))
+test_loader = DataLoader(test_shard, batch_size=100)
+model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 2)).to(device)
+model = DDP(model)
+autocast = torch.autocast(device.type, torch.bfloat16)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+steps = math.ceil(len(train_loader) / ACCUMULATE)  # of an epoch
+schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor)
+first_epoch = 0
+if os.path.exists("snapshot.pt"):
+    snapshot = torch.load("snapshot.pt", map_location="cpu")
+    model.module.load_state_dict(snapshot["model"])
+    optimizer.load_state_dict(snapshot["optimizer"])
+    schedule.load_state_dict(snapshot["schedule"])
+    first_epoch = snapshot["epoch"]
+
+for epoch in range(first_epoch, EPOCHS):
+    model.train()
+    sampler.set_epoch(epoch)  # another order in each epoch, the same in each run
+    start, done, loss_sum = time.perf_counter(), 0, torch.zeros((), device=device)
+    for number, (inputs, targets) in enumerate(train_loader, start=1):
+        inputs, targets = inputs.to(device), targets.to(device)
+        step = math.ceil(number / ACCUMULATE)  # of this epoch
+        last = number % ACCUMULATE == 0 or number == len(train_loader)  # micro-batch of the step
+        before = (step - 1) * ACCUMULATE * batch_size  # this rank's samples in earlier steps
+        step_size = min(ACCUMULATE * batch_size, len(sampler) - before)
+        with contextlib.nullcontext() if last else model.no_sync():
+            with autocast:
+                loss = F.cross_entropy(model(inputs), targets)
+            (loss * len(targets) / step_size).backward()
+        loss_sum += loss.detach() * len(targets)
+        done += len(targets)
+        if not last:
+            continue
+        norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if step % LOG_EVERY == 0:
+            mean = loss_sum / done / world_size
+            dist.all_reduce(mean)
+            if rank == 0:
+                rate = done * world_size / (time.perf_counter() - start)
+                line = f"step {step}: loss {mean:.4f} | lr {schedule.get_last_lr()[0]:.4f}"
+                line += f" | gradient norm {norm:.3f} | {rate:.0f} samples/s"
+                if device.type == "cuda":
+                    line += f" | {torch.cuda.max_memory_allocated() >> 20} MiB"
+                print(line)
+            start, done, loss_sum = time.perf_counter(), 0, torch.zeros((), device=device)
+    model.eval()
+    sums = torch.zeros(2, device=device)  # the loss, and the right answers
+    with torch.no_grad():
+        for inputs, targets in test_loader:
+            inputs, targets = inputs.to(device), targets.to(device)
+            with autocast:
+                outputs = model.module(inputs)
+                sums[0] += F.cross_entropy(outputs, targets, reduction="sum")
+            sums[1] += (outputs.argmax(dim=1) == targets).sum()
+    dist.all_reduce(sums)
+    if rank == 0:
+        test_loss, correct = sums[0] / len(test_set), sums[1]
+        print(f"epoch {epoch}: test loss {test_loss:.4f} | {correct:.0f} of {len(test_set)}")
+        snapshot = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
+        snapshot |= {"schedule": schedule.state_dict(), "epoch": epoch + 1}
+        torch.save(snapshot, "snapshot.pt.tmp")
+        os.replace("snapshot.pt.tmp", "snapshot.pt")  # the new one whole, or the old one
+
+del model  # or DDP keeps the group, whose threads may block or abort Python's end
+dist.destroy_process_group()
