@@ -63,6 +63,8 @@ def main() -> None:
         print(f"\n### Part {number}: {title}\n", *lines, sep="\n")
         print(f"\nIt took {time.monotonic() - start:.0f} seconds.", flush=True)
         failed += [] if good else [str(number)]
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
     if failed:
         sys.exit(f"failed: part {', '.join(failed)}")
 
@@ -91,7 +93,8 @@ def machine(args: argparse.Namespace) -> list[str]:
 def tests(args: argparse.Namespace, folder: Path) -> Section:
     """Their results, and after how many seconds each fault was over."""
     words = [sys.executable, "-m", "pytest", "-m", "gpu", "-n", "0", "-q", "-rfEs"]
-    words += [f"--junitxml={folder}/tests.xml", str(ROOT / "tests" / "test_gpu.py")]
+    words += ["-o", "junit_family=xunit1", f"--junitxml={folder}/tests.xml"]  # with properties
+    words += [str(ROOT / "tests" / "test_gpu.py")]
     env = {"TMPDIR": str(folder), "REHEARSE": "1" if args.rehearse else ""}
     job = Job(words, folder, env)
     text = job.finish(None, seconds=470)
@@ -109,11 +112,8 @@ def first_steps(args: argparse.Namespace, folder: Path) -> Section:
         cases += [(args.count, name) for name in ("ddp_spawn.py", OURS, "tutorial")]
     data = idx_files(folder, 60_000, 10_000)
     for processes, name in cases[: 1 if args.rehearse else None]:
-        case, contestant, runs = (
-            Case(32, processes, (), device=args.device),
-            harness.CONTESTANTS[name],
-            [],
-        )
+        case, runs = Case(32, processes, (), device=args.device), []
+        contestant = harness.CONTESTANTS[name]
         for _ in range(1 if args.rehearse else 2):
             env = harness.environment(contestant, case)
             env["PYTHONPATH"] = os.pathsep.join((str(HERE / "site"), env["PYTHONPATH"]))

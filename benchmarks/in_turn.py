@@ -78,8 +78,8 @@ def script(name: str, folder: Path = ROOT) -> ModuleType:
     return module
 
 
-def trainer(module: ModuleType, data: ImageDataset, words: list, change: str = "") -> Any:
-    """The Trainer that the script's main() makes with these options. Nothing is trained yet."""
+def contestant(module: ModuleType, data: ImageDataset, words: list, change: str = "") -> Contestant:
+    """The epochs of the Trainer that the script's main() makes with these options."""
     made, join = [], dist.init_process_group
     once = lambda *given, **more: dist.is_initialized() or join(*given, **more)  # noqa: E731
     with contextlib.ExitStack() as stack:
@@ -95,7 +95,12 @@ def trainer(module: ModuleType, data: ImageDataset, words: list, change: str = "
         ):
             stack.enter_context(patch)
         getattr(module.main, "__wrapped__", module.main)(module.parse_args())
-    return made[0]
+
+    def epoch(number: int) -> None:
+        made[0]._run_epoch(number)
+        made[0].samples_seen = 0  # or the next one would have nothing left
+
+    return Contestant(epoch, torch.get_num_threads())
 
 
 def images(model: str, count: int) -> ImageDataset:
@@ -115,14 +120,8 @@ def contestants(
     def ours(name: str, module: ModuleType, *options: str, change: str = "") -> None:
         torch.set_num_threads(cores)
         words = [name, "--batch-size", batch, "--model", model, "--device", device, *options]
-        made = trainer(module, data, words, change)
-
-        def epoch(number: int) -> None:
-            made._run_epoch(number)
-            made.samples_seen = 0
-
         label = ", ".join(filter(None, (" ".join((name, *options)), change)))
-        found[label] = Contestant(epoch, torch.get_num_threads())
+        found[label] = contestant(module, data, words, change)
 
     def loop(prepared: tuple, batches: Any) -> Callable[[int], None]:
         network, optimizer, *more = prepared
@@ -260,14 +259,14 @@ def main() -> None:
     module, found = script("ddp_torchrun"), {}
     for name, each in (("weak", args.batch_size), ("strong", args.batch_size // world_size)):
         data = images(args.model, each * world_size * steps)
-        made = trainer(module, data, [OURS, "--batch-size", each, "--model", args.model])
-        found[name] = Contestant(made._run_epoch, torch.get_num_threads())
+        words = [OURS, "--batch-size", each, "--model", args.model]
+        found[name] = contestant(module, data, words)
     seconds, _ = measure(found, args.rounds)
     result = {name: statistics.median(runs) / steps for name, runs in seconds.items()}
     result["hidden"] = shares(traced(found["weak"].epoch))[1]
     if dist.get_rank() == 0:
         print(f"Seconds a step: {json.dumps(result)}", flush=True)
-    del made, found
+    del found
     dist.destroy_process_group()
 
 

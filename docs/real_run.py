@@ -1,3 +1,11 @@
+"""The template of docs/your_loop.md, which explains its lines.
+
+    torchrun --nproc_per_node=gpu docs/real_run.py
+
+It saves snapshot.pt after each epoch, and goes on from it, on any number of GPUs. Delete the file
+to begin anew.
+"""
+
 import contextlib
 import math
 import os
@@ -23,7 +31,7 @@ def make_data(count, seed):
     return TensorDataset(inputs, targets)
 
 
-def lr_factor(step):
+def lr_factor(step):  # counted over all epochs
     if step < WARM_UP:
         return (step + 1) / WARM_UP
     return (1 + math.cos(math.pi * (step - WARM_UP) / (EPOCHS * steps - WARM_UP))) / 2
@@ -59,7 +67,7 @@ if os.path.exists("snapshot.pt"):
 for epoch in range(first_epoch, EPOCHS):
     model.train()
     sampler.set_epoch(epoch)  # another order in each epoch, the same in each run
-    start, done, loss_sum = time.perf_counter(), 0, torch.zeros((), device=device)
+    start, count, loss_sum = time.perf_counter(), 0, torch.zeros((), device=device)
     for number, (inputs, targets) in enumerate(train_loader, start=1):
         inputs, targets = inputs.to(device), targets.to(device)
         step = math.ceil(number / ACCUMULATE)  # of this epoch
@@ -70,27 +78,27 @@ for epoch in range(first_epoch, EPOCHS):
             with autocast:
                 loss = F.cross_entropy(model(inputs), targets)
             (loss * len(targets) / step_size).backward()
+        if last:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        count += len(targets)
         loss_sum += loss.detach() * len(targets)
-        done += len(targets)
-        if not last:
-            continue
-        norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        if step % LOG_EVERY == 0:
-            mean = loss_sum / done / world_size
-            dist.all_reduce(mean)
+        if last and step % LOG_EVERY == 0:
+            dist.all_reduce(loss_sum)
             if rank == 0:
-                rate = done * world_size / (time.perf_counter() - start)
-                line = f"step {step}: loss {mean:.4f} | lr {schedule.get_last_lr()[0]:.4f}"
-                line += f" | gradient norm {norm:.3f} | {rate:.0f} samples/s"
+                samples = count * world_size
+                rate = samples / (time.perf_counter() - start)
+                line = f"step {step}: loss {loss_sum / samples:.4f}"
+                line += f" | lr {schedule.get_last_lr()[0]:.4f} | gradient norm {norm:.3f}"
+                line += f" | {rate:.0f} samples/s"
                 if device.type == "cuda":
                     line += f" | {torch.cuda.max_memory_allocated() >> 20} MiB"
                 print(line)
-            start, done, loss_sum = time.perf_counter(), 0, torch.zeros((), device=device)
+            start, count, loss_sum = time.perf_counter(), 0, torch.zeros((), device=device)
     model.eval()
-    sums = torch.zeros(2, device=device)  # the loss, and the right answers
+    sums = torch.zeros(2, device=device)  # the losses, and the right answers
     with torch.no_grad():
         for inputs, targets in test_loader:
             inputs, targets = inputs.to(device), targets.to(device)
@@ -100,8 +108,8 @@ for epoch in range(first_epoch, EPOCHS):
             sums[1] += (outputs.argmax(dim=1) == targets).sum()
     dist.all_reduce(sums)
     if rank == 0:
-        test_loss, correct = sums[0] / len(test_set), sums[1]
-        print(f"epoch {epoch}: test loss {test_loss:.4f} | {correct:.0f} of {len(test_set)}")
+        test_loss = sums[0] / len(test_set)
+        print(f"epoch {epoch}: {sums[1]:.0f} of {len(test_set)}, test loss {test_loss:.4f}")
         snapshot = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
         snapshot |= {"schedule": schedule.state_dict(), "epoch": epoch + 1}
         torch.save(snapshot, "snapshot.pt.tmp")

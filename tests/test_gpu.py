@@ -61,8 +61,8 @@ TOGETHER = {  # by two ranks
     "whole": exact,
     "half": exact.replace(" 2 ", " 1 ", 1),
     "resumed": f"{exact} --resume --snapshot-path half.pt",
-    "amp": f"{exact} --amp",
     "undisturbed": f"float32 ddp_torchrun.py 3 {same} --deterministic",
+    "amp": f"float32 ddp_torchrun.py 3 {same} --deterministic --amp",
     "bn": f"{DTYPE} ddp_torchrun.py 1 --batch-size 16 --data-dir even --model resnet18",
     "compile": f"{DTYPE} ddp_torchrun.py 2 {same} --compile",
 }
@@ -157,7 +157,8 @@ def test_resume_is_exact_with_deterministic_kernels(trained, names):
 
 @two_ranks
 def test_amp_trains_in_bfloat16(trained):
-    assert 1e-5 < difference(trained("amp")[0], trained("whole")[0]) < 0.1
+    """A model without dropout, which draws other numbers for other types."""
+    assert 1e-5 < difference(trained("amp")[0], trained("undisturbed")[0]) < 0.1
 
 
 def test_trains_on_all_devices(start):

@@ -1,4 +1,4 @@
-"""docs/your_loop.md: each of its programs runs, and ends with the weights of the first one."""
+"""docs/your_loop.md: each of its programs runs, and ends with the weights of one device."""
 
 import re
 from functools import partial
@@ -17,6 +17,7 @@ PAGE = (ROOT / "docs" / "your_loop.md").read_text()
 PROGRAMS = [*accumulate(STEPS, patched, initial=FIRST)]
 same = partial(torch.testing.assert_close, rtol=0, atol=1e-12)  # two state_dicts
 LINE = r"epoch (\d): (\d+) of 303"
+AMP = "torch.autocast(device.type, torch.bfloat16"
 
 
 def train(folder: Path, program: str, processes: int = 1, dtype: str = "float64") -> list[tuple]:
@@ -34,7 +35,7 @@ def one(tmp_path_factory):
 
 def test_the_first_program_prints_what_the_page_says(tmp_path):
     printed = train(tmp_path, FIRST, dtype="float32")
-    for ours, shown in zip(printed, re.findall(LINE, PAGE), strict=True):
+    for ours, shown in zip(printed, re.findall(f"{LINE}\n", PAGE), strict=True):
         assert ours[0] == shown[0] and abs(int(ours[1]) - int(shown[1])) <= 3  # rounding differs
 
 
@@ -46,11 +47,54 @@ def test_each_step_gives_the_weights_of_one_device(tmp_path, one, step):
 
 def test_the_last_step_resumes_on_other_numbers_of_processes(tmp_path, one):
     last = (ROOT / "docs" / "your_loop.py").read_text()
-    assert last == PROGRAMS[5] == PROGRAMS[-1]
+    assert last == PROGRAMS[5]
     half = last.replace("range(first_epoch, 5)", "range(first_epoch, 2)")
     assert half != last
     assert train(tmp_path, half, 2) + train(tmp_path, last, 4) == one[0]
     same(load(tmp_path / "snapshot.pt")["model"], one[1])
+
+
+def test_accumulated_steps_are_those_of_one_device(tmp_path, one):
+    """Of 1,000 samples the last step has 40, or 20 a rank, in micro-batches of 16 and 4."""
+    program = PROGRAMS[7].replace(AMP, f"{AMP}, enabled=False")
+    assert train(tmp_path, program, 2) == one[0]
+    same(load(tmp_path / "snapshot.pt")["model"], one[1])
+
+
+@pytest.mark.parametrize("step", [8, 9])
+def test_a_real_run_is_that_of_one_process_and_is_resumed(tmp_path, step):
+    """With a schedule and clipped gradients, in float64. It stops within the warm-up."""
+    assert (ROOT / "docs" / "real_run.py").read_text() == PROGRAMS[9] == PROGRAMS[-1]
+    whole = PROGRAMS[step].replace(AMP, f"{AMP}, enabled=False")
+    text = whole.replace("ACCUMULATE = 2", "ACCUMULATE = 1").replace("WARM_UP = 20", "WARM_UP = 40")
+    lines, expected = train(tmp_path, text), load(tmp_path / "snapshot.pt")
+    (tmp_path / "snapshot.pt").unlink()
+    whole = whole.replace("WARM_UP = 20", "WARM_UP = 40")
+    half = whole.replace("range(first_epoch, EPOCHS)", "range(first_epoch, 2)")
+    assert train(tmp_path, half, 2) + train(tmp_path, whole, 4) == lines
+    snapshot = load(tmp_path / "snapshot.pt")
+    same(snapshot["model"], expected["model"])
+    assert snapshot["schedule"] == expected["schedule"]
+    assert snapshot["schedule"]["last_epoch"] == 5 * 16
+
+
+def test_what_a_real_run_prints(tmp_path):
+    """Losses and the gradient's norm are those of the whole job, so any number of ranks prints them.
+    In bfloat16 they are not those of float32, but close."""
+    texts = []
+    for amp, processes, micro in (("False", 1, 1), ("False", 2, 2), ("True", 2, 2)):
+        program = PROGRAMS[9].replace(AMP, f"{AMP}, enabled={amp}")
+        (tmp_path / "train.py").write_text(program.replace("LATE = 2", f"LATE = {micro}"))
+        texts.append(ranks.train(tmp_path, tmp_path / "train.py", processes))
+        (tmp_path / "snapshot.pt").unlink()
+    found = r"step 10: loss (\S+) \| lr (\S+) \| gradient norm (\S+) \| \d+ samples/s\n"
+    found += r"epoch \d: \d+ of 303, test loss (\S+)\n"
+    one, two, half = ([[*map(float, line)] for line in re.findall(found, text)] for text in texts)
+    assert len(one) == 5 and [line[1] for line in one] == [0.055, 0.0976, 0.0703, 0.0297, 0.0024]
+    for line, same_line, other in zip(one, two, half, strict=True):
+        assert same_line == pytest.approx(line, abs=2e-3)
+        assert other == pytest.approx(line, rel=0.2, abs=0.02)
+    assert half != two
 
 
 def test_torchrun_restarts_it_after_a_crash(run, tmp_path, one):
