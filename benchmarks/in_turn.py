@@ -99,6 +99,7 @@ def contestant(module: ModuleType, data: ImageDataset, words: list, change: str 
     def epoch(number: int) -> None:
         made[0]._run_epoch(number)
         made[0].samples_seen = 0  # or the next one would have nothing left
+        made[0].unsaved_steps = 0  # or it would save
 
     return Contestant(epoch, torch.get_num_threads())
 

@@ -140,9 +140,9 @@ def test_ctrl_c_on_one_host_ends_all_and_they_go_on(hosts, tmp_path, job):
     jobs = [nodes.call(rank, *options, LADDER_SLOW=1, **DOUBLE) for rank in (0, 1)]
     jobs[0].wait_for(r"Epoch 1 \| Step 3 ")
     os.killpg(jobs[1].process.pid, signal.SIGINT)
-    assert jobs[1].finish(-signal.SIGINT, seconds=20).endswith("\nKeyboardInterrupt\n")
+    assert "\nKeyboardInterrupt\n" in jobs[1].finish(-signal.SIGINT, seconds=20)
     text = jobs[0].finish(1, seconds=20)
-    assert re.search(r"Connection (closed|reset) by peer", text.splitlines()[-1]), text
+    assert re.search(r"Connection (closed|reset) by peer", text), text
     assert f"The snapshot of an earlier run is now {shared}.old\n" in text
     assert Path(f"{shared}.old").read_text() == "an earlier run's"
     jobs = [nodes.call(rank, *options, "--resume", **DOUBLE) for rank in (0, 1)]

@@ -1,4 +1,4 @@
-"""README, the Chinese pages, docs/steps.md and docs/reference.md fit the scripts and the tests."""
+"""README, the Chinese pages, docs/steps.md, reference.md and errors.md fit scripts and tests."""
 
 import difflib
 import re
@@ -6,9 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import hosts
 from helpers.jobs import ROOT, SCRIPTS, epochs
 from torch.distributed.run import get_args_parser
+from torch.utils.data import DataLoader, Dataset
+
+from common.loader import worker_options
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")])
 README, REFERENCE = ((ROOT / page).read_text() for page in ("README.md", "docs/reference.md"))
@@ -32,21 +36,33 @@ def table(text: str, header: str) -> list[list[str]]:
     return [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows.splitlines()]
 
 
-COMMANDS = [row[1].strip("`").removesuffix(" 50 10") for row in table(README, "you have")]
-ON_ONE_NODE = [c for c in COMMANDS if "--node_rank" not in c and "sbatch" not in c]
+PROGRAMS = table(README, r"you want \| take \| lines")
 LAUNCH = "python -m torch.distributed.launch --nproc_per_node=2 ddp_torchrun.py"
+COMMANDS = [*(row[-1].strip("`").removesuffix(" 50 10") for row in PROGRAMS), LAUNCH]
 
 
-def test_there_is_a_command_for_each_script():
-    first, second = (command for command in COMMANDS if "--node_rank" in command)
-    assert second == first.replace("--node_rank=0", "--node_rank=1")  # as in test_multinode.py
-    assert [re.search(r"\w+\.py", command)[0] for command in ON_ONE_NODE] == list(SCRIPTS)
+def test_the_table_of_programs():
+    named = [re.search(r"\((.*?\.py)\)", program)[1] for _, program, *_ in PROGRAMS]
+    assert {*SCRIPTS} < {*named} and len(named) == len({*named})
+    for name, (_, _, lines, minutes, _, command) in zip(named, PROGRAMS, strict=True):
+        assert f" {name}" in command and int(minutes) > 0
+        assert int(lines) == len((ROOT / name).read_text().splitlines()), name
+
+
+def test_the_commands_for_two_nodes():
+    """Other tests run them: test_multinode.py and test_slurm.py."""
+    first, second = re.findall(r"^torchrun .*--node_rank.*?(?=  )", README, re.M)
+    assert second == first.replace("--node_rank=0", "--node_rank=1")
 
 
 @pytest.mark.slow("real command lines")
-@pytest.mark.parametrize("command", [*ON_ONE_NODE, LAUNCH])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_the_command_runs(shell, fashion, tmp_path, command):
     command = command.replace("=gpu", "=2")  # as README says for a CPU
+    if "docs/" in command:  # a program without options
+        (tmp_path / "docs").symlink_to(ROOT / "docs")
+        assert "\nepoch 4: " in shell(command)
+        return
     alone = f"file://{tmp_path}/store --rank 0 --world-size 1"
     command = re.sub(r"tcp://.*--world-size 2", alone, command)
     assert len(epochs(shell(f"{command} 1 1 {' '.join(fashion(100, 10))}"))) == 1
@@ -123,6 +139,30 @@ def test_the_options_of_reference_and_of_the_docstring(script):
     assert {*re.findall(r"--[a-z][\w-]+", docstring)} <= has | torchruns | {"--help"}
 
 
+class Epochs(Dataset):
+    def __init__(self):
+        self.epoch = torch.zeros(1, dtype=torch.long).share_memory_()
+        self.plain = 0
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        return int(self.epoch), self.plain
+
+
+@pytest.mark.slow("starts a loader's worker, which imports torch")
+def test_workers_see_an_epoch_in_the_tensor_that_reference_shows():
+    data, seen = Epochs(), []
+    assert "torch.zeros(1,dtype=torch.long).share_memory_()" in re.sub(r"\s", "", REFERENCE)
+    loader = DataLoader(data, **worker_options(1))
+    for epoch in range(2):
+        data.epoch.fill_(epoch)
+        data.plain = epoch
+        seen += [[value.item() for value in values] for values in loader]
+    assert seen == [[0, 0], [1, 0]]  # the plain number stays what it was when the worker started
+
+
 def test_what_may_be_deleted_is_there():
     for construct, scripts, *_ in table(REFERENCE, "construct"):
         for script in SCRIPTS:
@@ -164,15 +204,41 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in slugs(target), link
 
 
-@pytest.mark.parametrize("page", ["README", "docs/your_loop"])
-def test_a_chinese_page_has_the_same_code_links_and_numbers(page):
-    """In each section, but in any order."""
+def test_the_messages_of_the_scripts_that_are_explained_are_theirs():
+    """Each with the piece of a script that prints it."""
+    code = "".join((ROOT / script).read_text() for script in SCRIPTS)
+    pages = README + (ROOT / "docs" / "errors.md").read_text()
+    for message, piece in {
+        "a restart may hang": 'error = "a restart may hang',
+        "checkpoint.pt was made with --lr 0.01, not 0.1": "was made with --{name} {saved}, not",
+        "epoch is 3 on rank 0, and 0 on rank 1": 'compare_ranks({"epoch": self.epoch',
+        "is now checkpoint.pt.old": "is now {args.snapshot_path}.old",
+        "lr is 0.01 on rank 0, and 0.1 on rank 1": " on rank 0, and {other[name]} on rank {rank}",
+        "processes are more than 1 devices": " processes are more than {",
+        "rank 0 of 1": "[rank {dist.get_rank()} of {dist.get_world_size()}]",
+        "weights are NaN or infinite": "error: weights are NaN or infinite",
+        "WORLD_SIZE is 2: use torchrun": "WORLD_SIZE is {os.environ['WORLD_SIZE']}: use torchrun",
+    }.items():
+        assert f"`{message}" in pages and piece in code, message
+
+
+CHINESE = sorted(page.name.split(".")[0] for page in PAGES if ".zh-CN." in page.name)
+
+
+@pytest.mark.parametrize("name", CHINESE)
+def test_a_chinese_page_has_the_same_code_links_and_numbers(name):
+    """In each section, but in any order. README's Chinese page ends before "When it fails"."""
     english, chinese = [], []
     for language, found in (("", english), (".zh-CN", chinese)):
-        text = (ROOT / f"{page}{language}.md").read_text()
-        text = text.replace(".zh-CN.md", ".md")
+        (page,) = [page for page in PAGES if page.name == f"{name}{language}.md"]
+        text = page.read_text().replace(".zh-CN.md", ".md").replace("](README.md#", "](#")
         text = re.sub(r"(\]\(|README.md|your_loop.md)#[^)]*", r"\1", text)  # translated headings
-        found += FENCE.findall(text)
-        for section in FENCE.sub("", text).split("\n## "):
+        sections = FENCE.sub("", text).split("\n## ")
+        for section in sections:
             found.append(sorted(re.findall(r"`[^`]+`|\]\([^)]*\)|\d+(?:[.,]\d+)*%?", section)))
+        found.insert(0, FENCE.findall(text))
+    if name == "README":
+        chinese.pop()
+        assert len(chinese) > 6
+        english = english[: len(chinese)]
     assert english == chinese

@@ -189,7 +189,7 @@ def test_early_stopping_of_two_ranks(apply, fashion, tmp_path):
 @pytest.mark.slow("a real torchrun")
 @pytest.mark.parametrize(("whom", "status"), [("torchrun", 1), ("rank 1", 0)])
 def test_a_stop_that_saves_at_once(apply, fashion, start, tmp_path, whom, status):
-    """Before the eleventh or a later tenth step, with the loader's workers, as the page says."""
+    """After ten steps or more. The loader's workers ignore the signal, as the page says."""
     (ignore,) = re.findall(r"`(signal\.signal.*?)`", PAGE)
     apply("stop", 1)
     shutil.copytree(ROOT / "common", tmp_path / "common")
@@ -202,14 +202,14 @@ def test_a_stop_that_saves_at_once(apply, fashion, start, tmp_path, whom, status
     path = tmp_path / "ddp_torchrun.py"
     launch = f"torchrun --standalone --nproc_per_node=2 {path}"
     workers = ("--num-workers", 1) if whom == "torchrun" else ()
-    job = start(launch, *options, *workers, LADDER_SLOW=0)
+    job = start(launch, *options, *workers, LADDER_SLOW="0:0.1")
     job.wait_for(r"Epoch 0 \| Step 12 ")
     os.kill(job.process.pid if whom == "torchrun" else job.workers()[1], signal.SIGTERM)
     text = job.finish(status)
     assert text.count("Epoch 0 | Stopped, saved at checkpoint.pt\n") == 1
     assert 'ddp_torchrun.py", line' not in text, text  # torchrun shows a traceback of its own
     whole, stopped = load(tmp_path / "whole.pt"), load(tmp_path / "checkpoint.pt")
-    assert stopped["samples_seen"] in (320, 480) and not same_bytes(stopped, whole)
+    assert stopped["samples_seen"] in (320, 480, 640) and not same_bytes(stopped, whole)
     train(tmp_path, path, 2, *options, "--resume")
     assert same_bytes(load(tmp_path / "checkpoint.pt"), whole)
 
@@ -343,12 +343,15 @@ def test_fp16_and_its_scale_are_resumed(apply, capsys, tmp_path):
 
 
 def test_both_optimizers_are_resumed(apply, tmp_path):
-    apply("optimizers", 2, *SMALL, "--snapshot-path", "whole.pt")[1].train(2)
-    _, trainer = apply("optimizers", 1, *SMALL)
+    """Of the smaller model, because Muon's bfloat16 is slow on some processors."""
+    options = ("--batch-size", 8, "--lr", 0.1)
+    apply("optimizers", 2, *options, "--snapshot-path", "whole.pt")[1].train(2)
+    _, trainer = apply("optimizers", 1, *options)
     start = [parameter.clone() for parameter in trainer.model.parameters()]
     trainer.train(1)
     assert not any(map(torch.equal, start, trainer.model.parameters()))
-    apply("optimizers", 2, *SMALL, "--resume")[1].train(2)
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())
+    apply("optimizers", 2, *options, "--resume")[1].train(2)
     assert same_bytes(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt"))
 
 

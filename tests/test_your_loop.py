@@ -79,7 +79,7 @@ def test_a_real_run_is_that_of_one_process_and_is_resumed(tmp_path, step):
 
 
 def test_what_a_real_run_prints(tmp_path):
-    """Losses and the gradient's norm are those of the whole job, so any number of ranks prints them.
+    """Losses and the gradient's norm are those of the whole job, at any number of ranks.
     In bfloat16 they are not those of float32, but close."""
     texts = []
     for amp, processes, micro in (("False", 1, 1), ("False", 2, 2), ("True", 2, 2)):
