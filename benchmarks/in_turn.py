@@ -40,6 +40,7 @@ from torch.utils.data import DataLoader  # noqa: E402
 from common.data import ImageDataset  # noqa: E402
 from common.model import MODELS, build_model  # noqa: E402
 
+CORES = torch.get_num_threads()
 OURS = "ddp_torchrun.py"
 SHAPES = {"mlp": (1, 28, 28), "resnet18": (3, 32, 32), "vit": (3, 32, 32)}
 STEPS = {"mlp": 400, "resnet18": 40, "vit": 40}  # of an epoch
@@ -98,7 +99,8 @@ def contestant(module: ModuleType, data: ImageDataset, words: list, change: str 
 
     def epoch(number: int) -> None:
         made[0]._run_epoch(number)
-        made[0].samples_seen = 0  # or the next one would have nothing left
+        made[0].samples_seen = 0  # or the next epoch would have no samples left
+        made[0].unsaved_steps = 0  # or it would save
         made[0].unsaved_steps = 0  # or it would save
 
     return Contestant(epoch, torch.get_num_threads())
@@ -116,10 +118,10 @@ def contestants(
     model: str, batch: int, steps: int, device: str, compiles: bool, before: Path | None
 ) -> dict[str, Contestant]:
     """By name; ddp_torchrun.py first. `before` is a folder with an older version of the scripts."""
-    data, cores, found = images(model, batch * steps), torch.get_num_threads(), {}
+    data, found = images(model, batch * steps), {}
 
     def ours(name: str, module: ModuleType, *options: str, change: str = "") -> None:
-        torch.set_num_threads(cores)
+        torch.set_num_threads(CORES)
         words = [name, "--batch-size", batch, "--model", model, "--device", device, *options]
         label = ", ".join(filter(None, (" ".join((name, *options)), change)))
         found[label] = contestant(module, data, words, change)
@@ -157,28 +159,28 @@ def contestants(
         if change != "channels_last" or model == "resnet18":
             ours(OURS, torchrun, change=change)
     found[f"{OURS}, TF32"] = found[OURS]._replace(precision="high")
-    for threads in (cores, 8, 2, 1):
-        if threads <= cores:
+    for threads in (CORES, 8, 2, 1):
+        if threads <= CORES:
             single = found["single_gpu.py"]._replace(threads=threads)
             found[f"single_gpu.py, threads: {threads}"] = single
     # What a user would write or run instead has all threads.
     loader = DataLoader(data, batch, shuffle=True, collate_fn=tuple, pin_memory=device != "cpu")
-    found["the tutorial's loop"] = Contestant(loop(plain(False), loader), cores)
-    found["the tutorial's loop, DDP"] = Contestant(loop(plain(True), loader), cores)
+    found["the tutorial's loop"] = Contestant(loop(plain(False), loader), CORES)
+    found["the tutorial's loop, DDP"] = Contestant(loop(plain(True), loader), CORES)
     given = argparse.Namespace(device=device, model=model, image_shape=SHAPES[model])
     vars(given).update(lr=0.01, momentum=0.9, seed=42, nproc_per_node=1)
     for name, prepare in (("Fabric", peers.with_fabric), ("Accelerate", peers.with_accelerate)):
         with contextlib.suppress(ImportError), mock.patch.dict(os.environ):
             prepared = prepare(given, loader)
             name += ", DDP" * any(isinstance(part, DDP) for part in prepared[0].modules())
-            found[name] = Contestant(loop(prepared, None), cores)
+            found[name] = Contestant(loop(prepared, None), CORES)
     ready = [[part.to(device) for part in parts] for parts in loader]
     for name, made in (
         ("no DDP", plain(False)),
         ("no DDP, SGD(fused=True)", plain(False, fused=True)),
         ("DDP", plain(True)),
     ):
-        found[f"data on the device, {name}"] = Contestant(loop(made, ready), min(4, cores))
+        found[f"data on the device, {name}"] = Contestant(loop(made, ready), min(4, CORES))
     return found
 
 

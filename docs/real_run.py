@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node=gpu docs/real_run.py
 
-It saves snapshot.pt after each epoch, and goes on from it, on any number of GPUs. Delete the file
-to begin anew.
+It saves snapshot.pt after each epoch, and goes on from it. Delete the file to start over, also
+with another learning rate.
 """
 
 import contextlib
@@ -31,10 +31,11 @@ def make_data(count, seed):
     return TensorDataset(inputs, targets)
 
 
-def lr_factor(step):  # counted over all epochs
-    if step < WARM_UP:
-        return (step + 1) / WARM_UP
-    return (1 + math.cos(math.pi * (step - WARM_UP) / (EPOCHS * steps - WARM_UP))) / 2
+def lr_factor(done):  # done: the steps of all epochs so far
+    if done < WARM_UP:
+        return (done + 1) / WARM_UP
+    progress = (done - WARM_UP) / max(1, EPOCHS * steps - WARM_UP)
+    return (1 + math.cos(math.pi * progress)) / 2
 
 
 rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -63,10 +64,13 @@ if os.path.exists("snapshot.pt"):
     optimizer.load_state_dict(snapshot["optimizer"])
     schedule.load_state_dict(snapshot["schedule"])
     first_epoch = snapshot["epoch"]
+    if rank == 0:
+        print(f"going on at epoch {first_epoch}")
 
 for epoch in range(first_epoch, EPOCHS):
     model.train()
     sampler.set_epoch(epoch)  # another order in each epoch, the same in each run
+    torch.manual_seed(1000 * epoch + rank)  # other dropout on each rank, the same in each run
     start, count, loss_sum = time.perf_counter(), 0, torch.zeros((), device=device)
     for number, (inputs, targets) in enumerate(train_loader, start=1):
         inputs, targets = inputs.to(device), targets.to(device)
@@ -81,6 +85,7 @@ for epoch in range(first_epoch, EPOCHS):
         if last:
             norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
             optimizer.step()
+            lr = schedule.get_last_lr()[0]  # of this step
             schedule.step()
             optimizer.zero_grad()
         count += len(targets)
@@ -89,10 +94,9 @@ for epoch in range(first_epoch, EPOCHS):
             dist.all_reduce(loss_sum)
             if rank == 0:
                 samples = count * world_size
-                rate = samples / (time.perf_counter() - start)
-                line = f"step {step}: loss {loss_sum / samples:.4f}"
-                line += f" | lr {schedule.get_last_lr()[0]:.4f} | gradient norm {norm:.3f}"
-                line += f" | {rate:.0f} samples/s"
+                line = f"epoch {epoch}, step {step}: loss {loss_sum.item() / samples:.4f}"
+                rate = samples / (time.perf_counter() - start)  # item() has waited for the GPU
+                line += f" | lr {lr:.4f} | gradient norm {norm:.3f} | {rate:.0f} samples/s"
                 if device.type == "cuda":
                     line += f" | {torch.cuda.max_memory_allocated() >> 20} MiB"
                 print(line)
@@ -111,8 +115,8 @@ for epoch in range(first_epoch, EPOCHS):
         test_loss = sums[0] / len(test_set)
         print(f"epoch {epoch}: {sums[1]:.0f} of {len(test_set)}, test loss {test_loss:.4f}")
         snapshot = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
-        snapshot |= {"schedule": schedule.state_dict(), "epoch": epoch + 1}
-        torch.save(snapshot, "snapshot.pt.tmp")
+        snapshot["schedule"] = schedule.state_dict()
+        torch.save({**snapshot, "epoch": epoch + 1}, "snapshot.pt.tmp")
         os.replace("snapshot.pt.tmp", "snapshot.pt")  # the new one whole, or the old one
 
 del model  # or DDP keeps the group, whose threads may block or abort Python's end

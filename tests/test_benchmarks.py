@@ -54,6 +54,9 @@ def test_a_contestant_runs_until_its_time_is_up():
     assert time.monotonic() - start > 0.5
     assert harness.measure([sys.executable, "-S", "-c", "print(1)"], {}, 0) == {"error": "1\n"}
     assert time.monotonic() - start < 100  # it is not waited for until its time is up
+    hangs = "import time; print('hi', flush=True); time.sleep(99)"
+    late = harness.measure([sys.executable, "-S", "-c", hangs], {}, 0, limit=4)
+    assert late == {"error": "not done after 4 s:\nhi\n"}
 
 
 def test_the_targets_and_the_columns_are_among_the_cases(tmp_path, monkeypatch):

@@ -2,8 +2,9 @@
 
 REHEARSE=1 pytest -m gpu tests/test_gpu.py      the same on a CPU: do the tests themselves work?
 
-A start may take ten seconds on such a machine. So most runs share two processes' start, or one's:
-they call main() of the scripts for one run after the other. The faults have real command lines.
+Starting a program may take ten seconds there. So most runs share a start: a job of one process and
+a job of two ranks call main() of the scripts for one run after the other. The faults, and the test
+of all devices, have the command lines of a user.
 """
 
 import functools
@@ -34,19 +35,19 @@ pytestmark = [
     pytest.mark.skipif(not found and "REHEARSE" not in os.environ, reason="no accelerator here"),
 ]
 pair = kind != "mps" and (count != 1 or one_gpu)
-two_ranks = pytest.mark.skipif(not pair, reason="needs two devices, and no Mac's")
+two_ranks = pytest.mark.skipif(not pair, reason="needs two devices, or one of CUDA")
 two_devices = pytest.mark.skipif(count < 2, reason="needs two devices")
 cuda = pytest.mark.skipif(kind != "cuda", reason="data_parallel.py takes CUDA and ROCm alone")
 no_cpu = pytest.mark.skipif(kind == "cpu", reason="a CPU has no SyncBatchNorm")
 
-# A global batch is 32. In an epoch of the odd data the last one is of 2, and in the even of 32.
+# The global batch is 32. An epoch of the odd data ends with one of 2, and that of the even is full.
 no_double = kind == "xpu" and not torch.xpu.get_device_properties(0).has_fp64
 DTYPE, CLOSE = ("float32", 1e-3) if no_double else ("float64", 1e-9)
 ALONE = {  # by one process: dtype, script, options
     "one": f"{DTYPE} single_gpu.py 2 --batch-size 32 --data-dir odd",
     "one-bn": f"{DTYPE} single_gpu.py 1 --batch-size 32 --data-dir even --model resnet18",
 }
-if kind == "cuda":  # one GPU is given twice
+if kind == "cuda":  # if there is one, it is given twice
     ALONE["data-parallel"] = f"{DTYPE} data_parallel.py 2 --batch-size 32 --data-dir odd"
 if kind == "cuda" and count > 1:  # else both replicas draw their dropout from one generator
     same = "--batch-size 32 --data-dir odd --model convnet --deterministic"
@@ -128,15 +129,16 @@ def trained(tmp_path_factory):
     ],
 )
 def test_two_devices_train_as_one_does(trained, name):
-    """In float64, where it has that. Compiled, the graph is split where DDP's buckets end: torch
-    prints its parts, of which one's all-reduce begins while the next is still computed."""
+    """In float64, where there is that. With --compile, torch splits the graph where DDP's buckets
+    end, and prints the parts. With one part, no all-reduce would begin before the backward pass
+    has ended."""
     snapshot, text = trained(name)
     assert difference(snapshot, trained("one")[0]) < CLOSE
     assert name != "compile" or ("---split graph---" in text and "---submod_1 graph---" in text)
 
 
 @two_ranks
-@pytest.mark.skipif(kind == "cpu", reason="a CPU has no SyncBatchNorm")
+@no_cpu
 def test_sync_batchnorm_is_batchnorm_over_the_global_batch(trained):
     one = trained("one-bn")[0]
     assert difference(trained("sync-bn")[0], one) < max(CLOSE, 1e-8)
@@ -164,13 +166,14 @@ def test_amp_trains_in_bfloat16(trained):
 def test_trains_on_all_devices(start):
     """As a user starts them, but at the same time."""
     ranks = 2 if kind == "cpu" or one_gpu else count
-    jobs = [start("single_gpu.py", 3)]
-    if kind in ("cuda", "cpu"):
-        jobs.append(start("data_parallel.py", 3))
-    if pair:
-        options = (3, "--batch-size", max(1, 32 // ranks))
-        jobs.append(start("ddp_spawn.py", *options, **TWIN))
-        jobs.append(start(TORCHRUN.format(ranks), *options, **TWIN))
+    launches = ["single_gpu.py", *["data_parallel.py"] * (kind in ("cuda", "cpu"))]
+    launches += ["ddp_spawn.py", TORCHRUN.format(ranks)] if pair else []
+    jobs = []
+    for number, launch in enumerate(launches):
+        options = (3, "--snapshot-path", f"{number}.pt")
+        if "ddp" in launch:
+            options += ("--batch-size", max(1, 32 // ranks))
+        jobs.append(start(launch, *options, **(TWIN if "ddp" in launch else {})))
     for job in jobs:
         text = job.finish()
         assert epochs(text)[-1]["accuracy"] > 97 and ("[CPU" in text) is (kind == "cpu")

@@ -2,10 +2,10 @@
 
     torchrun --nproc_per_node=2 docs/recipes/fully_shard.py
 
-Each rank holds its share of the weights, of the gradients and of the momenta. It has the weights of
-one layer at a time whole: when it makes the model, and in the forward and backward pass. A snapshot
-is a folder to which each rank writes its share, and any number of ranks can go on from it. The file
-model.pt has all weights, for inference. Compare with
+Each rank holds its share of the weights, of the gradients and of the momenta. It has whole layers
+one after the other: when it makes the model, and in the forward and backward pass. A snapshot is a
+folder to which each rank writes its share, and any number of ranks can go on from it. On several
+nodes it must lie on a disk that they share. model.pt has all weights, for inference. Compare with
 `git diff --no-index docs/your_loop.py docs/recipes/fully_shard.py`.
 """
 
@@ -37,7 +37,7 @@ def make_data(count, seed):
 
 
 def draw_weights(part):
-    """As its constructor would have. All ranks draw the same, because they have the same seed."""
+    """As the constructors would have. All ranks draw the same, because they have the same seed."""
     for module in part.modules():
         own = itertools.chain(module.parameters(recurse=False), module.buffers(recurse=False))
         if any(tensor.is_meta for tensor in own):
