@@ -73,9 +73,8 @@ def slurm():
         conf = folder / "slurm.conf"
         conf.write_text(CONF.format(names=names, addresses=addresses, folder=folder))
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
-        (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-1]\n")
-        for number in (0, 1):  # Slurm only counts them
-            (folder / f"gpu{number}").touch()
+        # Slurm only counts them, but they must be devices.
+        (folder / "gres.conf").write_text("Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n")
         (folder / "munge.key").touch(mode=0o600)
         (folder / "munge.key").write_bytes(os.urandom(1024))
 
