@@ -1,13 +1,10 @@
 """benchmarks/: it measures, ratios are those of a round, and the page is that of its figures."""
 
-import argparse
 import json
-import re
 import sys
 import time
 from pathlib import Path
 
-import gpu
 import pytest
 import report
 import run as harness
@@ -119,76 +116,6 @@ def test_the_committed_page_is_that_of_the_committed_figures():
     measured = {record["case"] for record in result["records"]}
     assert {case.key for case in harness.all_cases()} <= measured
     assert not [record for record in result["records"] if "error" in record]
-
-
-def test_without_a_gpu_there_is_one_sentence(start):
-    """With torch's reason, because torch only warns of a driver that is too old."""
-    text = start("benchmarks/gpu.py").finish(1)
-    said = "error: benchmarks/gpu.py needs a GPU, and torch finds none here: "
-    with pytest.raises((RuntimeError, AssertionError)) as caught:
-        torch.cuda.init()
-    assert text == f"{said}{str(caught.value).splitlines()[0]}\n"
-
-
-def test_what_a_machine_lacks_is_said(monkeypatch, tmp_path):
-    monkeypatch.setattr("shutil.which", lambda _: None)
-    monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
-    args = argparse.Namespace(device="cpu", count=1)
-    assert gpu.left_out(args) == [
-        "- `--compile` is left out, because there is no g++.",
-        "- `--compile` is left out, because there is no Python.h.",
-        "- What needs two devices is left out, because there is one.",
-    ]
-    assert not args.compiles
-    # Without a driver or a GPU that serves, it is over.
-    with pytest.raises(SystemExit, match=r"^error: a sum on each device fails: \w+Error: "):
-        gpu.left_out(argparse.Namespace(device="cuda", count=1))
-
-
-def test_the_error_of_a_contestant():
-    assert gpu.error_line("a\n[rank1]: ValueError: no\n====\n") == "[rank1]: ValueError: no"
-    hangs = [sys.executable, "-S", "-c", "import time; print('hi', flush=True); time.sleep(99)"]
-    late = harness.measure(hangs, {}, 0, limit=4)["error"]
-    assert late == "not done after 4 s:\nhi\n" and gpu.error_line(late) == "not done after 4 s:"
-    assert gpu.error_line("Killed\n") == "Killed" and gpu.error_line("") == "no output"
-
-
-@pytest.fixture
-def rehearse(monkeypatch, capsys):
-    """rehearse(part) -> the report of benchmarks/gpu.py, with little data on this CPU."""
-
-    def rehearse(part: int | None) -> str:
-        chosen = ["--part", str(part)] if part else []
-        monkeypatch.setattr(sys, "argv", ["gpu.py", "--rehearse", *chosen])
-        monkeypatch.setattr(harness.signal, "signal", lambda *_: None)
-        gpu.main()
-        return capsys.readouterr().out
-
-    return rehearse
-
-
-def test_a_part_that_breaks_is_in_the_report_and_the_others_go_on(rehearse, monkeypatch, capsys):
-    def bad(*_):
-        raise ValueError("a surprise")
-
-    monkeypatch.setattr(gpu, "PARTS", {1: ("bad", bad), 2: ("good", lambda *_: (["fine"], True))})
-    with pytest.raises(SystemExit, match="failed: part 1"):
-        rehearse(None)
-    assert re.search(
-        r"(?s)### Part 1.*ValueError: a surprise\n.*### Part 2.*fine\n", capsys.readouterr().out
-    )
-
-
-@pytest.mark.slow("three jobs with a transformer")
-def test_the_gpu_report_has_rates(rehearse, monkeypatch):
-    name = "tutorial, our data"
-    monkeypatch.setattr(harness, "CONTESTANTS", {**harness.CONTESTANTS})
-    monkeypatch.setattr(gpu, "OPTIONS", {})
-    monkeypatch.setattr(gpu, "PEERS", {name: gpu.PEERS[name]})
-    text = rehearse(7)
-    for name in ("ddp_torchrun.py", "tutorial, our data", report.TOGETHER):
-        assert re.search(rf"^\| {re.escape(name)} \| \d+", text, re.M), text
-    assert "failed" not in text and text.startswith("## Report of benchmarks/gpu.py\n")
 
 
 @pytest.mark.slow("ranks of whole jobs")
