@@ -431,19 +431,6 @@ def test_inference(apply, capsys):
     assert all(map(torch.equal, model.parameters(), trainer.model.parameters()))
 
 
-def test_sharded_weights_are_those_of_one_process_and_are_resumed(tmp_path):
-    """docs/your_loop.py is the program that fully_shard.py is made from."""
-    program = FOLDER / "fully_shard.py"
-    half = "@@\n-for epoch in range(first_epoch, 5):\n+for epoch in range(first_epoch, 2):\n"
-    (tmp_path / "half.py").write_text(patched(program.read_text(), half))
-    text = train(tmp_path, tmp_path / "half.py", 2, dtype="float64")
-    text += train(tmp_path, program, 4, dtype="float64")
-    assert [path.name for path in tmp_path.glob("snapshot-*")] == ["snapshot-5"]
-    assert text == train(tmp_path, ROOT / "docs" / "your_loop.py", 1, dtype="float64")
-    one = load(tmp_path / "snapshot.pt")["model"]
-    torch.testing.assert_close(load(tmp_path / "model.pt"), one, rtol=0, atol=1e-12)
-
-
 def test_a_stream_trains_on_each_sample_once(run, tmp_path):
     """As one process does that takes the batches of both ranks together."""
     program = FOLDER / "stream.py"
