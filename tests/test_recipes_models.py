@@ -203,7 +203,8 @@ def test_the_average_is_evaluated_and_resumed(resumed, apply):
 
 
 def test_the_average_after_each_step(apply):
-    _, trainer = apply(RECIPES["ema"].replace("0.999", "0.9"), 1, *SMALL, "--batch-size", 8)
+    options = (*SMALL, "--batch-size", 4, "--accumulate", 2)
+    _, trainer = apply(RECIPES["ema"].replace("0.999", "0.9"), 1, *options)
     average, steps = None, 0
 
     def look(*_: object) -> None:
@@ -287,6 +288,20 @@ def test_both_models_of_a_gan_are_those_of_one_process_and_are_resumed(resumed):
     assert len(snapshot["optimizer"]["state"]) == 4 + 6
     found = re.findall(r"Critic loss: (\S+) \| Generator loss: (\S+)", printed)
     assert len(found) == 2 and all(0.01 < float(loss) < 5 for pair in found for loss in pair)
+
+
+def test_each_model_of_a_gan_learns_from_its_own_loss(apply):
+    gan = apply("gan", 1)[1].model.module
+    real, generator, critic = torch.randn(8, 1, 28, 28), gan.generator, gan.critic
+    torch.manual_seed(1)
+    found = torch.autograd.grad(gan(real).sum(), [*gan.parameters()])
+    torch.manual_seed(1)
+    made = generator(torch.randn(8, 64))
+    loss = F.softplus(-critic(made)).mean()
+    expected = torch.autograd.grad(loss, [*generator.parameters()], retain_graph=True)
+    loss = F.softplus(-critic(real)).mean() + F.softplus(critic(made)).mean()
+    expected += torch.autograd.grad(loss, [*critic.parameters()])
+    torch.testing.assert_close(found, expected)
 
 
 PAIRS = """@@ pairs of digits, and a model that compares them

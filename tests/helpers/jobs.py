@@ -98,7 +98,7 @@ class Job:
         """The whole output, once the job has ended with `status` and left no process behind."""
         try:
             self.process.wait(seconds)
-            end = time.monotonic() + 10
+            end = time.monotonic() + 30
             while (left := self.pids()) and time.monotonic() < end:
                 time.sleep(0.05)
             assert not left, f"still running: {left}\n{self.text}"
