@@ -10,7 +10,7 @@ from helpers.jobs import ROOT, SCRIPTS
 from helpers.ranks import start_server
 
 SINGLE, PARALLEL, SPAWN, TORCHRUN, NODES = SCRIPTS
-DATA, LOADER = "common/data.py", "common/loader.py"
+DATA = "common/data.py"
 SAVED_IN_PLACE = "torch.save(snapshot, self.args.snapshot_path)"
 RANK_0_READS = "        if self.rank > 0: dist.barrier()\n        snapshot = torch.load(path"
 ENDS = "test_stopping.py::test_a_job_ends_at_once_and_keeps_its_last_snapshot"
@@ -23,6 +23,7 @@ MUTANTS = {
         (SPAWN, "range(rank, len(test_set), dist.get_world_size())", "range(len(test_set))"),
         (NODES, "dist.all_reduce(loss_sum)", "pass"),
         (SPAWN, "dist.all_reduce(sums)", "pass"),
+        (TORCHRUN, "len(targets) / step_size", "1 / accumulate"),
     ],
     "test_same_job.py::test_no_sample_is_lost_where_the_processes_do_not_divide_the_data": [
         (NODES, "(train_set, seed=args.seed)", "(train_set, seed=args.seed, drop_last=True)"),
@@ -36,7 +37,6 @@ MUTANTS = {
     ],
     "test_steps.py::test_a_step_is_on_the_mean_over_the_batch": [
         (TORCHRUN, "else self.model.no_sync()", "else contextlib.nullcontext()"),
-        (TORCHRUN, "len(targets) / step_size", "1 / accumulate"),
     ],
     "test_steps.py::test_no_sample_is_lost_where_other_ranks_go_on_in_mid_epoch": [
         (TORCHRUN, "seen - seen % self.world_size", "seen + seen % self.world_size"),
@@ -93,9 +93,6 @@ MUTANTS = {
     f"{ENDS}[launch3-SIGTERM]": [
         (SPAWN, "signal.signal(signal.SIGTERM, signal.default_int_handler)", "pass"),
         (DATA, "def make_digits(", "def make_digits("),  # no mutant: the test must pass
-    ],
-    f"{ENDS}[launch5-SIGKILL of rank 1]": [
-        (LOADER, '"worker_init_fn": _end_with_the_rank, ', ""),
     ],
     "test_stopping.py::test_what_is_registered_for_the_end_is_run": [
         ("common/__init__.py", "import torch.distributed.nn", "#"),
