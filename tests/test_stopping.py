@@ -139,4 +139,4 @@ def test_a_stop_or_a_death_while_another_rank_hangs(start, fashion, launch, whom
     os.kill(job.process.pid if whom == "parent" else first, signum)
     text = job.finish(status, seconds=25 if signum == signal.SIGINT else 60)  # torch waits for 30
     if "torchrun" not in launch[0] and whom == "rank 0":
-        assert text.endswith(f"\n{KILLED.format(0)}\n"), text
+        assert f"\n{KILLED.format(0)}\n" in text, text
