@@ -93,7 +93,8 @@ def machine(args: argparse.Namespace) -> list[str]:
 
 def tests(args: argparse.Namespace, folder: Path) -> Section:
     """Their results, and after how many seconds each fault was over."""
-    words = [sys.executable, "-m", "pytest", "-m", "gpu", "-n", "0", "-q", "-rfEs"]
+    words = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
+    words += ["-m", "gpu", "-n", "0", "-q", "-rfEs"]
     words += ["-o", "junit_family=xunit1", f"--junitxml={folder}/tests.xml"]  # with properties
     words += [str(ROOT / "tests" / "test_gpu.py")]
     env = {"TMPDIR": str(folder), "REHEARSE": "1" if args.rehearse else ""}
