@@ -94,6 +94,9 @@ MUTANTS = {
         (SPAWN, "signal.signal(signal.SIGTERM, signal.default_int_handler)", "pass"),
         (DATA, "def make_digits(", "def make_digits("),  # no mutant: the test must pass
     ],
+    "test_stopping.py::test_a_worker_that_hands_over_a_batch_ends_with_its_rank": [
+        ("common/loader.py", '"worker_init_fn": _end_with_the_rank, ', ""),
+    ],
     "test_stopping.py::test_what_is_registered_for_the_end_is_run": [
         ("common/__init__.py", "import torch.distributed.nn", "#"),
     ],

@@ -9,11 +9,12 @@ import os
 import random
 import re
 import signal
+import sys
 import time
 
 import pytest
 from helpers.files import load
-from helpers.jobs import NODE2, SPAWN2, TORCHRUN, Job
+from helpers.jobs import NODE2, ROOT, SPAWN2, TORCHRUN, Job
 
 TWO = (TORCHRUN.format(2),)
 KILLED = "error: process {} terminated with signal SIGKILL"
@@ -72,6 +73,25 @@ def test_a_job_ends_at_once_and_keeps_its_last_snapshot(start, tmp_path, fashion
     assert said in last_line(text), text
     # It may have been saved, and not yet said.
     assert load(tmp_path / "checkpoint.pt")["epoch"] - text.count("checkpoint saved") in (0, 1)
+
+
+LOADER = """
+import os
+from torch.utils.data import DataLoader
+from common.loader import worker_options
+
+if __name__ == "__main__":
+    data = [bytes(200_000)] * 1000  # more than a pipe holds
+    batches = iter(DataLoader(data, batch_size=4, collate_fn=list, **worker_options(1)))
+    next(batches)
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_worker_that_hands_over_a_batch_ends_with_its_rank(tmp_path):
+    (tmp_path / "train.py").write_text(LOADER)
+    job = Job([sys.executable, "train.py"], tmp_path, {"PYTHONPATH": str(ROOT)})
+    job.finish(-signal.SIGKILL)
 
 
 @pytest.mark.parametrize(("launch", "rank"), [(SPAWN2, 1), pytest.param(NODE2, 0, marks=slow)])
