@@ -72,7 +72,7 @@ class Trainer:
         args: argparse.Namespace,
     ) -> None:
         self.rank = dist.get_rank()
-        self.model = model  # wrapped in DDP below, so that a snapshot's names have no "module."
+        self.model = model  # DDP wraps it below, because a snapshot's names have no "module."
         self.train_data = train_data
         self.test_data = test_data
         self.pin_memory = train_data.pin_memory  # non_blocking copies need pinned memory
@@ -125,7 +125,7 @@ class Trainer:
         for source, targets in self.test_data:
             source = source.to(self.device, non_blocking=self.pin_memory)  # your inputs
             targets = targets.to(self.device, non_blocking=self.pin_memory)  # your inputs
-            # Not through DDP, whose forward() would wait for a rank that has no test batch.
+            # Not through DDP, whose forward() may wait for a rank that has no test batch.
             output = self.model.module(source)  # your inputs
             loss_sum += F.cross_entropy(output, targets) * len(targets)  # your loss
             correct += (output.argmax(dim=1) == targets).sum()  # your metric

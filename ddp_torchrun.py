@@ -77,7 +77,7 @@ class Trainer:
         self.world_size = dist.get_world_size()
         if args.sync_bn:  # new layers with the same parameters, which the optimizer has already
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        self.model = model  # wrapped in DDP below, so that a snapshot's names have no "module."
+        self.model = model  # DDP wraps it below, because a snapshot's names have no "module."
         self.train_data = train_data
         self.test_data = test_data
         self.pin_memory = train_data.pin_memory  # non_blocking copies need pinned memory
@@ -131,7 +131,7 @@ class Trainer:
             source = source.to(self.device, non_blocking=self.pin_memory)  # your inputs
             targets = targets.to(self.device, non_blocking=self.pin_memory)  # your inputs
             step = math.ceil(number / accumulate)
-            last = number % accumulate == 0 or number == batches  # micro-batch of the step
+            last = number % accumulate == 0 or number == batches  # the step's last micro-batch
             step_size = min(full_step, samples - (step - 1) * full_step)
             loss = self._run_batch(source, targets, len(targets) / step_size, last)
             loss_sum += loss * len(targets)
@@ -158,7 +158,7 @@ class Trainer:
             source = source.to(self.device, non_blocking=self.pin_memory)  # your inputs
             targets = targets.to(self.device, non_blocking=self.pin_memory)  # your inputs
             with self.autocast:
-                # Not through DDP, whose forward() would wait for a rank that has no test batch.
+                # Not through DDP, whose forward() may wait for a rank that has no test batch.
                 output = self.model.module(source)  # your inputs
                 loss_sum += F.cross_entropy(output, targets) * len(targets)  # your loss
             correct += (output.argmax(dim=1) == targets).sum()  # your metric
@@ -218,7 +218,7 @@ class Trainer:
         self.schedule.load_state_dict(snapshot["schedule"])
         self.epoch = snapshot["epoch"]
         seen = snapshot.get("samples_seen", 0)  # only this script saves in mid-epoch
-        self.samples_seen = seen - seen % self.world_size  # rounded down if it has changed
+        self.samples_seen = seen - seen % self.world_size  # the world size may have changed
         log(f"Resuming training from snapshot at Epoch {self.epoch}")
 
 
@@ -265,6 +265,7 @@ def main(args: argparse.Namespace) -> None:
     device = ddp_setup(args)
     compare_ranks(vars(args))
     train_set, test_set, model, optimizer, schedule = load_train_objs(args, device)
+    compare_ranks({"train_size": len(train_set), "test_size": len(test_set)})
     shard = ResumableSampler(train_set, seed=args.seed)  # this rank's share of each epoch
     train_data = prepare_dataloader(train_set, args.batch_size, shard, args)
     test_shard = range(dist.get_rank(), len(test_set), dist.get_world_size())  # no padding
@@ -279,7 +280,7 @@ MAY_DIFFER = {"data_dir", "snapshot_path", "num_workers", "local_rank"}  # betwe
 
 
 def compare_ranks(own: dict) -> None:
-    """End all ranks with one line if a node was given other options, or has another snapshot."""
+    """End all ranks if a node has other options, other data or another snapshot."""
     ranks = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, own)
     for rank, other in enumerate(ranks):

@@ -75,7 +75,7 @@ class Trainer:
         args: argparse.Namespace,
     ) -> None:
         self.rank = dist.get_rank()
-        self.model = model  # wrapped in DDP below, so that a snapshot's names have no "module."
+        self.model = model  # DDP wraps it below, because a snapshot's names have no "module."
         self.train_data = train_data
         self.test_data = test_data
         self.pin_memory = train_data.pin_memory  # non_blocking copies need pinned memory
@@ -129,7 +129,7 @@ class Trainer:
         for source, targets in self.test_data:
             source = source.to(self.device, non_blocking=self.pin_memory)  # your inputs
             targets = targets.to(self.device, non_blocking=self.pin_memory)  # your inputs
-            # Not through DDP, whose forward() would wait for a rank that has no test batch.
+            # Not through DDP, whose forward() may wait for a rank that has no test batch.
             output = self.model.module(source)  # your inputs
             loss_sum += F.cross_entropy(output, targets) * len(targets)  # your loss
             correct += (output.argmax(dim=1) == targets).sum()  # your metric
@@ -217,6 +217,7 @@ def main(local_rank: int, args: argparse.Namespace) -> None:
     compare_ranks(vars(args))
     rank = dist.get_rank()
     train_set, test_set, model, optimizer, schedule = load_train_objs(args, device)
+    compare_ranks({"train_size": len(train_set), "test_size": len(test_set)})
     shard = DistributedSampler(train_set, seed=args.seed)  # this rank's share of each epoch
     train_data = prepare_dataloader(train_set, args.batch_size, shard, args)
     test_shard = range(rank, len(test_set), dist.get_world_size())  # no padding: each counts once
@@ -231,7 +232,7 @@ MAY_DIFFER = {"rank", "nproc_per_node", "init_method", "data_dir", "snapshot_pat
 
 
 def compare_ranks(own: dict) -> None:
-    """End all ranks with one line if a node was given other options, or has another snapshot."""
+    """End all ranks if a node has other options, other data or another snapshot."""
     ranks = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, own)
     for rank, other in enumerate(ranks):

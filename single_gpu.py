@@ -6,8 +6,9 @@
     python single_gpu.py --dataset mnist    download MNIST to data/, then train on it
 
 It uses the accelerator that torch finds (CUDA, ROCm, XPU or MPS), or else the CPU. A run that was
-stopped and resumed ends with the weights of one that never stopped (on an accelerator, only with
---deterministic). To make this file yours, edit the lines marked "your".
+stopped and resumed ends with the weights of one that never stopped. On an accelerator this needs
+--deterministic, and with random augmentation no --num-workers. To make this file yours, edit the
+lines marked "your".
 """
 
 import argparse

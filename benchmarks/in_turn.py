@@ -101,7 +101,6 @@ def contestant(module: ModuleType, data: ImageDataset, words: list, change: str 
         made[0]._run_epoch(number)
         made[0].samples_seen = 0  # or the next epoch would have no samples left
         made[0].unsaved_steps = 0  # or it would save
-        made[0].unsaved_steps = 0  # or it would save
 
     return Contestant(epoch, torch.get_num_threads())
 

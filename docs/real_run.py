@@ -75,7 +75,7 @@ for epoch in range(first_epoch, EPOCHS):
     for number, (inputs, targets) in enumerate(train_loader, start=1):
         inputs, targets = inputs.to(device), targets.to(device)
         step = math.ceil(number / ACCUMULATE)  # of this epoch
-        last = number % ACCUMULATE == 0 or number == len(train_loader)  # micro-batch of the step
+        last = number % ACCUMULATE == 0 or number == len(train_loader)  # the step's last one
         before = (step - 1) * ACCUMULATE * batch_size  # this rank's samples in earlier steps
         step_size = min(ACCUMULATE * batch_size, len(sampler) - before)
         with contextlib.nullcontext() if last else model.no_sync():

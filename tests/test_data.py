@@ -17,6 +17,8 @@ from common.data import load_dataset
 from common.loader import collate
 from common.model import MODELS, build_model
 
+pytestmark = pytest.mark.numbers
+
 
 def test_digits_are_balanced_normalised_and_the_same_everywhere():
     sizes, hashes = (12_000, 2_000), ("4874d27d67e2bd8b", "9341cbd56bc9ebc3")

@@ -79,7 +79,7 @@ def test_restarts_with_a_store_of_their_own_and_no_restarts(parse, monkeypatch):
 
 
 @pytest.mark.parametrize("script", ("ddp_torchrun.py", "multinode.py"))
-def test_a_node_with_another_option_or_another_snapshot(make, parse, monkeypatch, script):
+def test_a_node_with_another_option_data_set_or_snapshot(make, parse, monkeypatch, script):
     """All ranks end with the same line. The options are compared before data is loaded."""
 
     def line(*others: dict, lr: float = 0.1) -> str | None:
@@ -97,6 +97,8 @@ def test_a_node_with_another_option_or_another_snapshot(make, parse, monkeypatch
     assert line({}, dict.fromkeys(parse(script)[0].MAY_DIFFER, "another")) is None
     for name in {"epoch", "samples_seen"} if script == "ddp_torchrun.py" else {"epoch"}:
         assert line({name: 3}, {}) == f"error: {name} is 3 on rank 0, and 0 on rank 1"
+    for name, own in ("train_size", 40), ("test_size", 10):
+        assert line({name: 3}, {}) == f"error: {name} is 3 on rank 0, and {own} on rank 1"
     for said in line({}, {}, {"lr": 0.5}), line({"lr": 0.1}, {"lr": 0.1}, {}, lr=0.5):
         assert said == "error: lr is 0.1 on rank 0, and 0.5 on rank 2" and not make.calls
 

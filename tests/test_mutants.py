@@ -110,9 +110,10 @@ MUTANTS = {
         (SINGLE, "not os.access(path.parent, os.W_OK)", "False"),
         (NODES, "args.rank < 0 or last >= args.world_size", "last >= args.world_size"),
     ],
-    "test_errors.py::test_a_node_with_another_option_or_another_snapshot": [
+    "test_errors.py::test_a_node_with_another_option_data_set_or_snapshot": [
         (TORCHRUN, "if other[name] != ranks[0][name]:", "if False:"),
         (NODES, '        compare_ranks({"epoch": self.epoch})\n', ""),
+        (TORCHRUN, '"train_size": len(train_set)', '"train_size": 40'),
     ],
     "test_devices.py::test_threads": [
         (SPAWN, "torch.get_num_threads() // args.nproc_per_node", "torch.get_num_threads()"),

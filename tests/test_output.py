@@ -10,6 +10,8 @@ import torch.distributed as dist
 from helpers.files import load
 from helpers.jobs import SCRIPTS, epochs, every_script, inner
 
+pytestmark = pytest.mark.numbers
+
 DDP = SCRIPTS[2:]
 
 

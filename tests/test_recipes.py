@@ -26,6 +26,8 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils.data import DataLoader
 from torchvision.models import ResNet18_Weights, resnet18
 
+pytestmark = pytest.mark.numbers
+
 PAGE = (ROOT / "docs" / "recipes.md").read_text()
 FOLDER = ROOT / "docs" / "recipes"
 FILES = {path.stem: path.read_text() for path in FOLDER.glob("*.diff")}

@@ -10,6 +10,8 @@ from helpers.files import load, patched
 from helpers.jobs import ROOT
 from helpers.ranks import train
 
+pytestmark = pytest.mark.numbers
+
 RECIPE, LOOP = ROOT / "docs" / "recipes" / "fully_shard.py", ROOT / "docs" / "your_loop.py"
 DIVISIBLE = """\
 @@ of both programs: each epoch is 16 global batches, for two ranks and for three

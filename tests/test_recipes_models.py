@@ -17,6 +17,8 @@ from torch import nn
 
 from common.data import make_digits
 
+pytestmark = pytest.mark.numbers
+
 PAGE = (ROOT / "docs" / "recipes.md").read_text()
 RECIPES = {path.stem: path.read_text() for path in ROOT.glob("docs/recipes/*.diff")}
 RECIPES |= dict(re.findall(r"```diff (\w+)\n(.*?)```", PAGE, re.S))

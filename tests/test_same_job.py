@@ -13,6 +13,8 @@ from helpers.ranks import train
 from common.data import load_dataset
 from common.model import build_model
 
+pytestmark = pytest.mark.numbers
+
 SINGLE, PARALLEL, SPAWN, TORCHRUN, NODES = SCRIPTS
 
 

@@ -13,6 +13,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from common.data import make_digits
 
+pytestmark = pytest.mark.numbers
+
 DDP = SCRIPTS[2:]
 TORCHRUN = "ddp_torchrun.py"
 

@@ -11,6 +11,8 @@ from helpers import ranks
 from helpers.files import load, patched
 from helpers.jobs import ROOT
 
+pytestmark = pytest.mark.numbers
+
 PAGE = (ROOT / "docs" / "your_loop.md").read_text()
 (FIRST,) = re.findall(r"```python train.py\n(.*?)```", PAGE, re.S)
 *STEPS, PRINTED, TARGETS = re.findall(r"```diff\n(.*?)```", PAGE, re.S)

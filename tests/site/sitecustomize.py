@@ -69,16 +69,15 @@ if hooks and not any("resource_tracker" in word for word in sys.orig_argv):
         atexit.register(say)
 
     if "SLOW" in hooks:
-        sgd_step = torch.optim.SGD.step
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
         slow_rank, seconds = hooks["SLOW"].partition(":")[::2]
 
-        def slow_step(*args, **kwargs):
-            result = sgd_step(*args, **kwargs)
+        def sleep(*_: object) -> None:
             if torch.distributed.get_rank() == int(slow_rank):
                 time.sleep(float(seconds or 0.3))
-            return result
 
-        torch.optim.SGD.step = slow_step
+        register_optimizer_step_post_hook(sleep)
 
     if "TWIN" in hooks:
         device, set_index = torch.device, torch.accelerator.set_device_index
@@ -97,9 +96,6 @@ if hooks and not any("resource_tracker" in word for word in sys.orig_argv):
                 os.environ.update(NCCL_HOSTID=f"host{made.index}", LOCAL_RANK="0")
                 return device(made.type, 0)
 
-        class Twin(metaclass=Twins):
-            pass
-
-        torch.device = Twin
+        torch.device = Twins("device", (), {})
         torch.accelerator.device_count = lambda: int(hooks["TWIN"])
         torch.accelerator.set_device_index = lambda index: set_index(0)
