@@ -2,8 +2,7 @@
 
     torchrun --nproc_per_node=gpu docs/real_run.py
 
-It saves snapshot.pt after each epoch, and goes on from it. Delete the file to start over, also
-with another learning rate.
+It saves snapshot.pt after each epoch, and resumes from it. Delete the file to start over.
 """
 
 import contextlib
@@ -31,13 +30,6 @@ def make_data(count, seed):
     return TensorDataset(inputs, targets)
 
 
-def lr_factor(done):  # done: the steps of all epochs so far
-    if done < WARM_UP:
-        return (done + 1) / WARM_UP
-    progress = (done - WARM_UP) / max(1, EPOCHS * steps - WARM_UP)
-    return (1 + math.cos(math.pi * progress)) / 2
-
-
 rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 torch.manual_seed(42)
 device = torch.device("cpu")
@@ -48,6 +40,7 @@ dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 train_set, test_set = make_data(1000, seed=1), make_data(303, seed=2)
 sampler = DistributedSampler(train_set)
 batch_size = 64 // world_size // ACCUMULATE  # of a micro-batch
+full_step = ACCUMULATE * batch_size  # this rank's samples in a step
 train_loader = DataLoader(train_set, batch_size=batch_size, sampler=sampler)
 test_shard = Subset(test_set, range(rank, len(test_set), world_size))
 test_loader = DataLoader(test_shard, batch_size=100)
@@ -55,7 +48,16 @@ model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 2)).to(device)
 model = DDP(model)
 autocast = torch.autocast(device.type, torch.bfloat16)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-steps = math.ceil(len(train_loader) / ACCUMULATE)  # of an epoch
+total_steps = EPOCHS * math.ceil(len(train_loader) / ACCUMULATE)
+
+
+def lr_factor(done):  # done: the steps of all epochs so far
+    if done < WARM_UP:
+        return (done + 1) / WARM_UP
+    progress = (done - WARM_UP) / max(1, total_steps - WARM_UP)
+    return (1 + math.cos(math.pi * progress)) / 2
+
+
 schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor)
 first_epoch = 0
 if os.path.exists("snapshot.pt"):
@@ -65,20 +67,20 @@ if os.path.exists("snapshot.pt"):
     schedule.load_state_dict(snapshot["schedule"])
     first_epoch = snapshot["epoch"]
     if rank == 0:
-        print(f"going on at epoch {first_epoch}")
+        print(f"resuming at epoch {first_epoch}")
 
 for epoch in range(first_epoch, EPOCHS):
     model.train()
-    sampler.set_epoch(epoch)  # another order in each epoch, the same in each run
-    torch.manual_seed(1000 * epoch + rank)  # other dropout on each rank, the same in each run
+    sampler.set_epoch(epoch)  # a new order in each epoch, the same in each run
+    torch.manual_seed(1000 * epoch + rank)  # different dropout on each rank, the same in each run
     start, count, loss_sum = time.perf_counter(), 0, torch.zeros((), device=device)
     for number, (inputs, targets) in enumerate(train_loader, start=1):
         inputs, targets = inputs.to(device), targets.to(device)
         step = math.ceil(number / ACCUMULATE)  # of this epoch
         last = number % ACCUMULATE == 0 or number == len(train_loader)  # the step's last one
-        before = (step - 1) * ACCUMULATE * batch_size  # this rank's samples in earlier steps
-        step_size = min(ACCUMULATE * batch_size, len(sampler) - before)
-        with contextlib.nullcontext() if last else model.no_sync():
+        step_size = min(full_step, len(sampler) - (step - 1) * full_step)
+        sync = contextlib.nullcontext() if last else model.no_sync()
+        with sync:
             with autocast:
                 loss = F.cross_entropy(model(inputs), targets)
             (loss * len(targets) / step_size).backward()
@@ -90,7 +92,7 @@ for epoch in range(first_epoch, EPOCHS):
             optimizer.zero_grad()
         count += len(targets)
         loss_sum += loss.detach() * len(targets)
-        if last and step % LOG_EVERY == 0:
+        if last and (step % LOG_EVERY == 0 or number == len(train_loader)):
             dist.all_reduce(loss_sum)
             if rank == 0:
                 samples = count * world_size
@@ -102,7 +104,7 @@ for epoch in range(first_epoch, EPOCHS):
                 print(line)
             start, count, loss_sum = time.perf_counter(), 0, torch.zeros((), device=device)
     model.eval()
-    sums = torch.zeros(2, device=device)  # the losses, and the right answers
+    sums = torch.zeros(2, device=device)  # of the losses, and of the correct answers
     with torch.no_grad():
         for inputs, targets in test_loader:
             inputs, targets = inputs.to(device), targets.to(device)

@@ -39,7 +39,7 @@ if os.path.exists("snapshot.pt"):
 
 for epoch in range(first_epoch, 5):
     model.train()
-    sampler.set_epoch(epoch)  # another order in each epoch, the same in each run
+    sampler.set_epoch(epoch)  # a new order in each epoch, the same in each run
     for inputs, targets in train_loader:
         inputs, targets = inputs.to(device), targets.to(device)
         loss = F.cross_entropy(model(inputs), targets)

@@ -1,6 +1,7 @@
 """docs/your_loop.md: each of its programs runs, and ends with the weights of one device."""
 
 import re
+import textwrap
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -90,7 +91,7 @@ def test_what_a_real_run_prints(tmp_path):
         texts.append(ranks.train(tmp_path, tmp_path / "train.py", processes))
         (tmp_path / "snapshot.pt").unlink()
     found = r"step 10: loss (\S+) \| lr (\S+) \| gradient norm (\S+) \| \d+ samples/s\n"
-    found += r"epoch \d: \d+ of 303, test loss (\S+)\n"
+    found += r"epoch \d, step 16: loss (\S+) .*\nepoch \d: \d+ of 303, test loss (\S+)\n"
     one, two, half = ([[*map(float, line)] for line in re.findall(found, text)] for text in texts)
     assert len(one) == 5 and [line[1] for line in one] == [0.05, 0.0983, 0.0727, 0.0321, 0.0033]
     for line, same_line, other in zip(one, two, half, strict=True):
@@ -145,3 +146,20 @@ def test_a_loss_over_some_targets(tmp_path):
     assert 0.02 < off < 0.04  # as the page says
     train(tmp_path, patched(PROGRAMS[5], TARGETS), 2)
     same(load(tmp_path / "snapshot.pt")["model"], expected)
+
+
+@pytest.mark.slow("spawned workers of two ranks")
+def test_a_real_run_with_loader_workers(run, tmp_path):
+    """In a main(), as the page says."""
+    imports, body = PROGRAMS[9].split("rank, world_size = ")
+    body = textwrap.indent(f"rank, world_size = {body}", "    ")
+    program = f'{imports}def main():\n{body}\n\nif __name__ == "__main__":\n    main()\n'
+    workers = "num_workers=1, persistent_workers=True, pin_memory=True"
+    workers += ', multiprocessing_context="spawn"'
+    program = program.replace("sampler=sampler)", f"sampler=sampler, {workers})")
+    expected = train(tmp_path, PROGRAMS[9], 2), load(tmp_path / "snapshot.pt")
+    (tmp_path / "snapshot.pt").unlink()
+    (tmp_path / "train.py").write_text(program)
+    launch = f"torchrun --standalone --nproc_per_node=2 {tmp_path}/train.py"
+    assert re.findall(LINE, run(launch, LADDER_DTYPE="float64")) == expected[0]
+    same(load(tmp_path / "snapshot.pt")["model"], expected[1]["model"])
