@@ -122,13 +122,13 @@ def test_nobody_is_left_after_a_signal_at_any_moment(start, tmp_path, fashion, s
     if seed % 3:  # else the signal comes while the parent imports torch
         job.wait_for("total_epochs: ")
     time.sleep(draw.uniform(0, 6))
-    begun = "total_epochs: " in job.text
     for signum in (both[seed % 2], *draw.choices(both, k=draw.randint(0, 1))):
         if job.process.poll() is None:
             (os.killpg if draw.random() < 0.5 else os.kill)(job.process.pid, signum)
         time.sleep(draw.uniform(0.05, 0.5))  # as fast as a finger
     text = job.finish(None, seconds=20)
-    assert job.process.returncode in ((-2, -15, 1) if begun else (-2, -15)), text
+    # 1: of a rank that was signalled, too, or of Python, which was importing the tests' site module.
+    assert job.process.returncode in (-2, -15, 1), text
     assert not [*tmp_path.glob("tmp*")], text
 
 
