@@ -12,7 +12,7 @@ import time
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # imported later, it would keep the process group to the end
+import torch.distributed.nn  # imported later, it would keep the process group until the end
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -119,7 +119,7 @@ for epoch in range(first_epoch, EPOCHS):
         snapshot = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
         snapshot["schedule"] = schedule.state_dict()
         torch.save({**snapshot, "epoch": epoch + 1}, "snapshot.pt.tmp")
-        os.replace("snapshot.pt.tmp", "snapshot.pt")  # the new one whole, or the old one
+        os.replace("snapshot.pt.tmp", "snapshot.pt")  # a crash leaves the old one or the new one
 
-del model  # or DDP keeps the group, whose threads may block or abort Python's end
+del model  # otherwise DDP keeps the group, whose threads may hang or abort Python at exit
 dist.destroy_process_group()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # imported later, it would keep the process group to the end
+import torch.distributed.nn  # imported later, it would keep the process group until the end
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -91,5 +91,5 @@ for epoch in range(5):
         print(f"epoch {epoch}: {sums[1]:.0f} of {sums[0]:.0f}")
         torch.save(model.module.state_dict(), "model.pt")
 
-del model  # or DDP keeps the group, whose threads may block or abort Python's end
+del model  # otherwise DDP keeps the group, whose threads may hang or abort Python at exit
 dist.destroy_process_group()
