@@ -352,6 +352,101 @@ def test_batches_that_are_dicts_or_pairs(resumed, script, tmp_path):
     torch.testing.assert_close(load(tmp_path / "checkpoint.pt")["model"], dicts, rtol=0, atol=1e-12)
 
 
+TOKENS = """@@ texts of 2 to 9 tokens, and a model that shifts the labels as Hugging Face's do
++class Tokens(Dataset):
++    def __init__(self, images):
++        self.images = images
++
++    def __len__(self):
++        return len(self.images)
++
++    def __getitem__(self, index):
++        ids = (torch.arange(9) * (index % 3 + 1) + index) % 20
++        kept = torch.arange(9) < 2 + index % 8
++        return {"input_ids": ids, "labels": torch.where(kept, ids, -100)}
++
++
++class Causal(nn.Sequential):
++    def forward(self, input_ids, labels, num_items_in_batch=None):
++        scores, labels = super().forward(input_ids)[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
++        how = "mean" if num_items_in_batch is None else "sum"
++        loss = F.cross_entropy(scores, labels, reduction=how)
++        return argparse.Namespace(loss=loss / (1 if how == "mean" else num_items_in_batch))
++
++
+ class Trainer:
+@@ load_train_objs
+-    train_set, test_set = load_dataset(args.dataset, args.data_dir)  # load your dataset
++    train_set, test_set = map(Tokens, load_dataset(args.dataset, args.data_dir))
+@@ load_train_objs
+-    model = build_model(args.model, train_set[0][0].shape).to(device)  # load your model
++    model = Causal(nn.Embedding(20, 8), nn.Linear(8, 20)).to(device)
+"""
+
+
+def test_a_causal_language_model_is_that_of_one_process(resumed):
+    """Each rank has other numbers of tokens; the next one can be told from the last."""
+    text = resumed("dicts", RECIPES["causal"], DIGITS, TOKENS, batch=(8,))[1]
+    first, last = epochs(text)
+    assert last["test_loss"] < first["test_loss"] and last["accuracy"] == 0
+
+
+MASKS = """@@ masks of digits, with a frame that does not count
++class Masks(Dataset):
++    def __init__(self, images):
++        self.images = images
++
++    def __len__(self):
++        return len(self.images)
++
++    def __getitem__(self, index):
++        image, digit = self.images[index]
++        mask = torch.where(image[0] > 0, digit + 1, 0)
++        mask[: index % 9] = 255
++        return image, mask
++
++
+ class Trainer:
+@@ load_train_objs
+-    train_set, test_set = load_dataset(args.dataset, args.data_dir)  # load your dataset
++    train_set, test_set = map(Masks, load_dataset(args.dataset, args.data_dir))
+@@ load_train_objs
+-    model = build_model(args.model, train_set[0][0].shape).to(device)  # load your model
++    model = nn.Conv2d(1, 21, 3, padding=1).to(device)
+"""
+
+
+def test_mean_iou_and_a_loss_per_pixel_are_those_of_one_process(resumed, script, tmp_path):
+    """Also where a rank has no test image."""
+    snapshot, text = resumed("iou", DIGITS, MASKS, batch=(8,))
+    path, options = script("iou", DIGITS, MASKS), (2, *SMALL, "--batch-size", 8)
+    again = train(tmp_path, path, 2, *options, "--test-batch-size", 3, dtype="float64")
+    found = r"Mean IoU: (\S+)\n.* Test loss: (\S+) \| Accuracy: (\S+) "
+    one, two = (re.findall(found, printed) for printed in (text, again))
+    assert one == two and len(one) == 2
+    model = nn.Conv2d(1, 21, 3, padding=1)
+    model.load_state_dict(snapshot["model"])
+    guessed, right = [], []
+    for index, (image, digit) in enumerate(make_digits(10, 1)):
+        mask = torch.where(image[0] > 0, digit + 1, 0)[index % 9 :]
+        guessed.append(model(image).argmax(dim=0)[index % 9 :].flatten())
+        right.append(mask.flatten())
+    guessed, right = torch.cat(guessed), torch.cat(right)
+    scores = []
+    for name in {*guessed.tolist(), *right.tolist()}:
+        found, wanted = guessed == name, right == name
+        scores.append(((found & wanted).sum() / (found | wanted).sum()).item())
+    assert float(one[-1][0]) == pytest.approx(sum(scores) / len(scores), abs=1e-4)
+    path.write_text(path.read_text().replace("make_digits(10, 1)", "make_digits(1, 1)"))
+    assert len(epochs(train(tmp_path, path, 2, *options))) == 2
+
+
+def test_whole_batches(resumed):
+    """Of 90 samples, 80 are trained on in five steps."""
+    more = DIGITS.replace("make_digits(80, 0)", "make_digits(90, 0)")
+    assert "Epoch 1 | Batchsize: 16 | Steps: 5\n" in resumed("whole", more)[1]
+
+
 def test_predictions_come_once_and_in_order(resumed, script, tmp_path):
     """Also from a snapshot of a finished run."""
     file = tmp_path / "predictions.csv"

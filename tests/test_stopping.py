@@ -127,7 +127,7 @@ def test_nobody_is_left_after_a_signal_at_any_moment(start, tmp_path, fashion, s
             (os.killpg if draw.random() < 0.5 else os.kill)(job.process.pid, signum)
         time.sleep(draw.uniform(0.05, 0.5))  # as fast as a finger
     text = job.finish(None, seconds=20)
-    # 1: of a rank that was signalled, too, or of Python, which was importing the tests' site module.
+    # 1: a rank was signalled, too, or Python was importing the tests' site module.
     assert job.process.returncode in (-2, -15, 1), text
     assert not [*tmp_path.glob("tmp*")], text
 
