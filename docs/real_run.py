@@ -12,7 +12,7 @@ import time
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # imported later, it would keep the process group until the end
+import torch.distributed.nn  # later, an optimizer imports it, and then it keeps the group
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -45,7 +45,7 @@ train_loader = DataLoader(train_set, batch_size=batch_size, sampler=sampler)
 test_shard = Subset(test_set, range(rank, len(test_set), world_size))
 test_loader = DataLoader(test_shard, batch_size=100)
 model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 2)).to(device)
-model = DDP(model)
+model = DDP(model)  # device_ids would only move inputs
 autocast = torch.autocast(device.type, torch.bfloat16)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 total_steps = EPOCHS * math.ceil(len(train_loader) / ACCUMULATE)
