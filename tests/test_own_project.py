@@ -9,8 +9,6 @@ from helpers.files import difference, load, same_bytes
 from helpers.jobs import ROOT, SCRIPTS, epochs
 from helpers.ranks import train
 
-pytestmark = pytest.mark.numbers
-
 # As tutorials write them: a sample at a time, without __getitems__. The noise is an augmentation.
 # Samples are dictionaries, of which one's own collate_fn makes batches.
 OWN = """class Pairs(Dataset):

@@ -10,8 +10,6 @@ from helpers.files import difference, load, same_bytes
 from helpers.jobs import TORCHRUN, epochs, every_ddp_script, every_script
 from helpers.ranks import train
 
-pytestmark = pytest.mark.numbers
-
 
 def own_optimizer(module, monkeypatch) -> None:
     """What a user does at the lines marked "your": a rate for each of two groups, and a schedule
