@@ -12,8 +12,6 @@ from helpers import ranks
 from helpers.files import load, patched
 from helpers.jobs import ROOT
 
-pytestmark = pytest.mark.numbers
-
 PAGE = (ROOT / "docs" / "your_loop.md").read_text()
 (FIRST,) = re.findall(r"```python train.py\n(.*?)```", PAGE, re.S)
 *STEPS, PRINTED, TARGETS = re.findall(r"```diff\n(.*?)```", PAGE, re.S)
@@ -36,6 +34,7 @@ def one(tmp_path_factory):
     return train(folder, FIRST), load(folder / "model.pt")
 
 
+@pytest.mark.numbers
 def test_the_first_program_prints_what_the_page_says(tmp_path):
     printed = train(tmp_path, FIRST, dtype="float32")
     for ours, shown in zip(printed, re.findall(f"{LINE}\n", PAGE), strict=True):
@@ -81,6 +80,7 @@ def test_a_real_run_is_that_of_one_process_and_is_resumed(tmp_path, step):
     assert snapshot["schedule"]["last_epoch"] == 5 * 16
 
 
+@pytest.mark.numbers
 def test_what_a_real_run_prints(tmp_path):
     """Losses and the gradient's norm are those of the whole job, at any number of ranks.
     In bfloat16 they are not those of float32, but close."""
