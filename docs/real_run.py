@@ -1,6 +1,4 @@
-"""The template of docs/your_loop.md, which explains its lines.
-
-    torchrun --nproc_per_node=gpu docs/real_run.py
+"""The template of docs/your_loop.md. `torchrun --nproc_per_node=gpu docs/real_run.py` starts it.
 
 It saves snapshot.pt after each epoch, and resumes from it. Delete the file to start over.
 """
@@ -19,7 +17,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 EPOCHS = 5
+GLOBAL_BATCH = 64  # samples in a step, on all ranks
 ACCUMULATE = 2  # micro-batches in a step
+LR = 0.1
 WARM_UP = 20  # steps
 LOG_EVERY = 10  # steps
 
@@ -39,7 +39,7 @@ if torch.cuda.is_available():
 dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 train_set, test_set = make_data(1000, seed=1), make_data(303, seed=2)
 sampler = DistributedSampler(train_set)
-batch_size = 64 // world_size // ACCUMULATE  # of a micro-batch
+batch_size = GLOBAL_BATCH // world_size // ACCUMULATE  # of a micro-batch
 full_step = ACCUMULATE * batch_size  # this rank's samples in a step
 train_loader = DataLoader(train_set, batch_size=batch_size, sampler=sampler)
 test_shard = Subset(test_set, range(rank, len(test_set), world_size))
@@ -47,7 +47,7 @@ test_loader = DataLoader(test_shard, batch_size=100)
 model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 2)).to(device)
 model = DDP(model)  # device_ids would only move inputs
 autocast = torch.autocast(device.type, torch.bfloat16)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
 total_steps = EPOCHS * math.ceil(len(train_loader) / ACCUMULATE)
 
 
