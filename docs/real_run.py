@@ -10,14 +10,14 @@ import time
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # later, an optimizer imports it, and then it keeps the group
+import torch.distributed.nn  # before the group is created: imported later, it would keep it alive
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 EPOCHS = 5
-GLOBAL_BATCH = 64  # samples in a step, on all ranks
+GLOBAL_BATCH = 64  # samples in a step, if ranks * ACCUMULATE divide it
 ACCUMULATE = 2  # micro-batches in a step
 LR = 0.1
 WARM_UP = 20  # steps

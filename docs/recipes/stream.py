@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # later, an optimizer imports it, and then it keeps the group
+import torch.distributed.nn  # before the group is created: imported later, it would keep it alive
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
