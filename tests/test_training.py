@@ -32,7 +32,8 @@ def test_a_copy_of_a_script_and_common_learns_and_prints(tmp_path, fashion, scri
     each = [f"[CPU{rank}] Epoch {{}} | Batchsize: 8 | Steps: {steps}" for rank in range(processes)]
     each.append("Epoch {} | Training checkpoint saved at checkpoint.pt")
     expected = first + [line.format(epoch) for epoch in (0, 1) for line in each]
-    *lines, last = text.splitlines()
+    # torch's store warns, on a host that cannot look up its own address.
+    *lines, last = [line for line in text.splitlines() if "socket.cpp" not in line]
     assert sorted(line for line in lines if not epochs(line)) == sorted(expected)
     assert re.fullmatch(r"Total time: \d+\.\d{3}s", last)
     one, two = epochs(text)
