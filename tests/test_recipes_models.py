@@ -307,16 +307,12 @@ def test_each_model_of_a_gan_learns_from_its_own_loss(apply):
 
 
 PAIRS = """@@ pairs of digits, and a model that compares them
-+class Pairs(Dataset):
-+    def __init__(self, images):
-+        self.images = images
-+
-+    def __len__(self):
-+        return len(self.images)
-+
-+    def __getitem__(self, index):
-+        (left, one), (right, other) = self.images[index], self.images[index // 7]
-+        return {"left": left, "right": right, "labels": int(one == other)}
++def pairs(images):
++    samples = []
++    for index in range(len(images)):
++        (left, one), (right, other) = images[index], images[index // 7]
++        samples.append({"left": left, "right": right, "labels": int(one == other)})
++    return samples
 +
 +
 +class Siamese(nn.Module):
@@ -332,7 +328,7 @@ PAIRS = """@@ pairs of digits, and a model that compares them
  class Trainer:
 @@ load_train_objs
 -    train_set, test_set = load_dataset(args.dataset, args.data_dir)  # load your dataset
-+    train_set, test_set = map(Pairs, load_dataset(args.dataset, args.data_dir))
++    train_set, test_set = map(pairs, load_dataset(args.dataset, args.data_dir))
 @@ load_train_objs
 -    model = build_model(args.model, train_set[0][0].shape).to(device)  # load your model
 +    model = Siamese().to(device)
@@ -343,7 +339,7 @@ def test_batches_that_are_dicts_or_pairs(resumed, script, tmp_path):
     resumed("dicts", DIGITS, PAIRS)
     dicts = load(tmp_path / "checkpoint.pt")["model"]
     old = '{"left": left, "right": right, "labels": int(one == other)}'
-    path = script("", DIGITS, PAIRS.replace(old, "(left, right), int(one == other)"))
+    path = script("", DIGITS, PAIRS.replace(old, "((left, right), int(one == other))"))
     (moved,) = re.findall(r"`source = (\[.*?\])` and `self\.model\(\*source\)`", PAGE, re.S)
     old, new = "source.to(self.device, non_blocking=self.pin_memory)", " ".join(moved.split())
     text = path.read_text().replace(old, new)
@@ -353,17 +349,13 @@ def test_batches_that_are_dicts_or_pairs(resumed, script, tmp_path):
 
 
 TOKENS = """@@ texts of 2 to 9 tokens, and a model that shifts the labels as Hugging Face's do
-+class Tokens(Dataset):
-+    def __init__(self, images):
-+        self.images = images
-+
-+    def __len__(self):
-+        return len(self.images)
-+
-+    def __getitem__(self, index):
++def texts(images):
++    samples = []
++    for index in range(len(images)):
 +        ids = (torch.arange(9) * (index % 3 + 1) + index) % 20
 +        kept = torch.arange(9) < 2 + index % 8
-+        return {"input_ids": ids, "labels": torch.where(kept, ids, -100)}
++        samples.append({"input_ids": ids, "labels": torch.where(kept, ids, -100)})
++    return samples
 +
 +
 +class Causal(nn.Sequential):
@@ -377,7 +369,7 @@ TOKENS = """@@ texts of 2 to 9 tokens, and a model that shifts the labels as Hug
  class Trainer:
 @@ load_train_objs
 -    train_set, test_set = load_dataset(args.dataset, args.data_dir)  # load your dataset
-+    train_set, test_set = map(Tokens, load_dataset(args.dataset, args.data_dir))
++    train_set, test_set = map(texts, load_dataset(args.dataset, args.data_dir))
 @@ load_train_objs
 -    model = build_model(args.model, train_set[0][0].shape).to(device)  # load your model
 +    model = Causal(nn.Embedding(20, 8), nn.Linear(8, 20)).to(device)
@@ -392,24 +384,20 @@ def test_a_causal_language_model_is_that_of_one_process(resumed):
 
 
 MASKS = """@@ masks of digits, with a frame that does not count
-+class Masks(Dataset):
-+    def __init__(self, images):
-+        self.images = images
-+
-+    def __len__(self):
-+        return len(self.images)
-+
-+    def __getitem__(self, index):
-+        image, digit = self.images[index]
++def masks(images):
++    samples = []
++    for index in range(len(images)):
++        image, digit = images[index]
 +        mask = torch.where(image[0] > 0, digit + 1, 0)
 +        mask[: index % 9] = 255
-+        return image, mask
++        samples.append((image, mask))
++    return samples
 +
 +
  class Trainer:
 @@ load_train_objs
 -    train_set, test_set = load_dataset(args.dataset, args.data_dir)  # load your dataset
-+    train_set, test_set = map(Masks, load_dataset(args.dataset, args.data_dir))
++    train_set, test_set = map(masks, load_dataset(args.dataset, args.data_dir))
 @@ load_train_objs
 -    model = build_model(args.model, train_set[0][0].shape).to(device)  # load your model
 +    model = nn.Conv2d(1, 21, 3, padding=1).to(device)
