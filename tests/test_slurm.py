@@ -91,7 +91,8 @@ def slurm():
 
         def is_(job: str, state: str) -> bool:
             now = re.search(r" JobState=(\S*)", call("scontrol", "-o", "show", "job", job))[1]
-            assert now in (state, "PENDING", "RUNNING", "COMPLETING"), f"{job} is {now}"
+            ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+            assert now == state or now not in ended, f"{job} is {now}"
             return now == state
 
         files = [f"--{kind}-file={folder}/munge.{kind}" for kind in ("key", "pid", "seed")]
