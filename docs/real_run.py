@@ -21,6 +21,7 @@ GLOBAL_BATCH = 64  # samples in a step, if ranks * ACCUMULATE divide it
 ACCUMULATE = 2  # micro-batches in a step
 LR = 0.1
 WARM_UP = 20  # steps
+MAX_NORM = 1.0  # of the gradient
 LOG_EVERY = 10  # steps
 
 
@@ -66,8 +67,7 @@ if os.path.exists("snapshot.pt"):
     optimizer.load_state_dict(snapshot["optimizer"])
     schedule.load_state_dict(snapshot["schedule"])
     first_epoch = snapshot["epoch"]
-    if rank == 0:
-        print(f"resuming at epoch {first_epoch}")
+    print(f"[rank {rank}] resuming at epoch {first_epoch}")
 
 for epoch in range(first_epoch, EPOCHS):
     model.train()
@@ -85,25 +85,25 @@ for epoch in range(first_epoch, EPOCHS):
                 loss = F.cross_entropy(model(inputs), targets)
             (loss * len(targets) / step_size).backward()
         if last:
-            norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
             optimizer.step()
             lr = schedule.get_last_lr()[0]  # of this step
             schedule.step()
             optimizer.zero_grad()
-        count += len(targets)
+        count += len(targets) * world_size
         loss_sum += loss.detach() * len(targets)
         if last and (step % LOG_EVERY == 0 or number == len(train_loader)):
             dist.all_reduce(loss_sum)
             if rank == 0:
-                samples = count * world_size
-                line = f"epoch {epoch}, step {step}: loss {loss_sum.item() / samples:.4f}"
-                rate = samples / (time.perf_counter() - start)  # item() has waited for the GPU
+                line = f"epoch {epoch}, step {step}: loss {loss_sum.item() / count:.4f}"
+                rate = count / (time.perf_counter() - start)  # item() has waited for the GPU
                 line += f" | lr {lr:.4f} | gradient norm {norm:.3f} | {rate:.0f} samples/s"
-                if device.type == "cuda":
-                    line += f" | {torch.cuda.max_memory_allocated() >> 20} MiB"
-                print(line)
+                memory = torch.cuda.max_memory_allocated() >> 20  # the peak; 0 on a CPU
+                print(f"{line} | {memory} MiB")
             start, count, loss_sum = time.perf_counter(), 0, torch.zeros((), device=device)
     model.eval()
+    for buffer in model.module.buffers():  # such as BatchNorm's statistics, which differ by rank
+        dist.broadcast(buffer, src=0)
     sums = torch.zeros(2, device=device)  # of the losses, and of the correct answers
     with torch.no_grad():
         for inputs, targets in test_loader:

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import ranks
 from helpers.files import load, patched
 from helpers.jobs import ROOT
+from torch import nn
 
 PAGE = (ROOT / "docs" / "your_loop.md").read_text()
 (FIRST,) = re.findall(r"```python train.py\n(.*?)```", PAGE, re.S)
@@ -90,7 +92,7 @@ def test_what_a_real_run_prints(tmp_path):
         (tmp_path / "train.py").write_text(program.replace("LATE = 2", f"LATE = {micro}"))
         texts.append(ranks.train(tmp_path, tmp_path / "train.py", processes))
         (tmp_path / "snapshot.pt").unlink()
-    found = r"step 10: loss (\S+) \| lr (\S+) \| gradient norm (\S+) \| \d+ samples/s\n"
+    found = r"step 10: loss (\S+) \| lr (\S+) \| gradient norm (\S+) \| \d+ samples/s \| 0 MiB\n"
     found += r"epoch \d, step 16: loss (\S+) .*\nepoch \d: \d+ of 303, test loss (\S+)\n"
     one, two, half = ([[*map(float, line)] for line in re.findall(found, text)] for text in texts)
     assert len(one) == 5 and [line[1] for line in one] == [0.05, 0.0983, 0.0727, 0.0321, 0.0033]
@@ -98,6 +100,19 @@ def test_what_a_real_run_prints(tmp_path):
         assert same_line == pytest.approx(line, abs=2e-3)
         assert other == pytest.approx(line, rel=0.2, abs=0.02)
     assert half != two
+
+
+def test_a_real_run_evaluates_the_model_that_it_saves(tmp_path):
+    """With BatchNorm, whose statistics differ between the ranks until rank 0's are sent."""
+    program = PROGRAMS[9].replace(AMP, f"{AMP}, enabled=False")
+    (tmp_path / "train.py").write_text(program.replace("nn.ReLU()", "nn.BatchNorm1d(64)"))
+    text = ranks.train(tmp_path, tmp_path / "train.py", 2, dtype="float64")
+    model = nn.Sequential(nn.Linear(20, 64), nn.BatchNorm1d(64), nn.Linear(64, 2)).double()
+    model.load_state_dict(load(tmp_path / "snapshot.pt")["model"])
+    generator = torch.Generator().manual_seed(2)
+    inputs = torch.randn(303, 20, generator=generator, dtype=torch.float64)
+    loss = F.cross_entropy(model.eval()(inputs), (inputs.sum(dim=1) > 0).long())
+    assert re.findall(r"test loss (\S+)", text)[-1] == f"{loss:.4f}"
 
 
 def test_torchrun_restarts_it_after_a_crash(run, tmp_path, one):
