@@ -5,7 +5,7 @@
     python ddp_spawn.py 50 10 --resume         go on from checkpoint.pt, if there is one
     CUDA_VISIBLE_DEVICES=0,2 python ddp_spawn.py
 
-The global batch is --batch-size times the processes. With four it is that of
+The global batch is --batch-size times the processes. Four processes train with the global batch of
 `single_gpu.py --batch-size 128`, so you may want to divide --batch-size by four, or to raise --lr.
 mp.spawn starts a new Python for each process, imports this file there (hence the main guard) and
 calls main(rank, ...). To make this file yours, edit the lines marked "your". ddp_torchrun.py adds
@@ -38,7 +38,7 @@ from common.seed import set_seed, use_deterministic_kernels
 
 
 def ddp_setup(rank: int, args: argparse.Namespace) -> torch.device:
-    if args.deterministic:  # before the process group is made, because NCCL reads it there
+    if args.deterministic:  # first, because NCCL reads it when the process group is made
         use_deterministic_kernels()
     device = torch.device("cpu")
     if args.device != "cpu":
@@ -53,7 +53,7 @@ def ddp_setup(rank: int, args: argparse.Namespace) -> torch.device:
         rank=rank,
         world_size=args.nproc_per_node,
         timeout=datetime.timedelta(seconds=args.timeout),
-        device_id=None if device.type == "cpu" else device,  # NCCL connects now, or fails now
+        device_id=None if device.type == "cpu" else device,  # NCCL connects now, and not later
     )
     where = f"device {device} | backend {args.backend}"
     log(f"[rank {rank} of {args.nproc_per_node}] {where}", every_rank=True)
@@ -72,7 +72,7 @@ class Trainer:
         args: argparse.Namespace,
     ) -> None:
         self.rank = dist.get_rank()
-        self.model = model  # DDP wraps it below, because a snapshot's names have no "module."
+        self.model = model  # loaded before DDP wraps it and puts "module." before each name
         self.train_data = train_data
         self.test_data = test_data
         self.pin_memory = train_data.pin_memory  # non_blocking copies need pinned memory
@@ -86,7 +86,7 @@ class Trainer:
         elif self.rank == 0 and os.path.exists(args.snapshot_path):
             os.replace(args.snapshot_path, f"{args.snapshot_path}.old")
             log(f"The snapshot of an earlier run is now {args.snapshot_path}.old")
-        self.model = DDP(model)  # copies rank 0's weights to all; device_ids would only move inputs
+        self.model = DDP(model)  # copies rank 0's weights; we move the inputs, so no device_ids
 
     def _run_batch(self, source: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         self.optimizer.zero_grad()
@@ -103,7 +103,7 @@ class Trainer:
         log(f"[{'CPU' if self.device.type == 'cpu' else 'GPU'}{self.rank}] {line}", every_rank=True)
         self.model.train()
         loss_sum = torch.zeros((), device=self.device)
-        # Only rank 0 has a progress bar, and only on a terminal: that is what None stands for.
+        # Only rank 0 has a progress bar. disable=None hides it where the output is no terminal.
         progress = tqdm(self.train_data, leave=False, disable=True if self.rank > 0 else None)
         for step, (source, targets) in enumerate(progress, start=1):
             source = source.to(self.device, non_blocking=self.pin_memory)  # your inputs
@@ -203,7 +203,7 @@ def prepare_dataloader(
         batch_size=batch_size,
         sampler=sampler,
         collate_fn=collate,  # your batches: needed only by a data set with __getitems__
-        pin_memory=args.device not in ("cpu", "mps"),  # the host goes on while the GPU copies
+        pin_memory=args.device not in ("cpu", "mps"),  # the CPU goes on while the GPU copies
         **worker_options(args.num_workers),
     )
 
@@ -217,13 +217,13 @@ def main(rank: int, args: argparse.Namespace) -> None:
     test_data = prepare_dataloader(test_set, args.test_batch_size, test_shard, args)
     trainer = Trainer(model, train_data, test_data, optimizer, schedule, device, args)
     trainer.train(args.total_epochs)
-    del trainer  # if DDP outlives its process group, Python may hang when it ends
+    del trainer  # if DDP outlives its process group, Python may hang at exit
     dist.destroy_process_group()
 
 
 def log(line: str, every_rank: bool = False) -> None:
     if every_rank or not dist.is_initialized() or dist.get_rank() == 0:
-        # print() would break the progress bar. With one write, two ranks' lines stay apart.
+        # print() would break the progress bar. Text and newline in one write, or lines would mix.
         tqdm.write(f"{line}\n", end="")
         sys.stdout.flush()
 
@@ -248,12 +248,12 @@ def parse_args() -> argparse.Namespace:
     add("total_epochs", nargs="?", type=positive, default=5, help="how many epochs to train")
     add("save_every", nargs="?", type=positive, default=1, help="epochs between two snapshots")
     add("--batch-size", "--batch_size", type=positive, default=32, help="samples per process")
-    add("--test-batch-size", type=positive, default=1000, help="the same in evaluation")
+    add("--test-batch-size", type=positive, default=1000, help="samples per batch in evaluation")
     add("--lr", type=float, default=0.01, help="learning rate of SGD")  # your optimizer
     add("--momentum", type=float, default=0.9, help="momentum of SGD")  # your optimizer
     add("--dataset", choices=DATASETS, default="digits", help="digits: no download")  # your dataset
     add("--data-dir", default="data", help="where torchvision keeps or downloads the others")
-    add("--model", choices=MODELS, help="default: what suits the data set")  # your model
+    add("--model", choices=MODELS, help="default: chosen by --dataset")  # your model
     add("--seed", type=int, default=42)
     add("--deterministic", action="store_true", help="deterministic kernels on an accelerator")
     add("--device", choices=devices, default=devices[0])

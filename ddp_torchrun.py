@@ -10,8 +10,8 @@ every save_every-th epoch, and within an epoch after every --save-steps steps. I
 torchrun ends the others, and --resume goes on from the last snapshot. On several nodes the snapshot
 must lie on a disk that they share. To make this file yours, edit the lines marked "your".
 
-slurm/ has a batch script. `python ddp_torchrun.py` is one process. torchrun can also restart a job
-that has failed, on one node, or on several with --rdzv_backend=c10d:
+For Slurm, see slurm/. `python ddp_torchrun.py` runs a single process, for example in a debugger.
+torchrun can also restart a job that has failed, on several nodes with --rdzv_backend=c10d:
 
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     torchrun --nproc_per_node=4 --max-restarts=3 ddp_torchrun.py 50 10 --resume
@@ -44,18 +44,18 @@ from common.seed import set_seed, use_deterministic_kernels
 
 
 def ddp_setup(args: argparse.Namespace) -> torch.device:
-    if args.deterministic:  # before the process group is made, because NCCL reads it there
+    if args.deterministic:  # first, because NCCL reads it when the process group is made
         use_deterministic_kernels()
     device = torch.device("cpu")
     if args.device != "cpu":
         device = torch.device(args.device, int(os.environ["LOCAL_RANK"]))
         torch.accelerator.set_device_index(device.index)
         if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(min(4, torch.get_num_threads()))  # all cores: 1.7 times slower
+            torch.set_num_threads(min(4, torch.get_num_threads()))  # 16 took 1.7 times as long
     dist.init_process_group(  # rank and world_size are in torchrun's environment
         args.backend,
         timeout=datetime.timedelta(seconds=args.timeout),
-        device_id=None if device.type == "cpu" else device,  # NCCL connects now, or fails now
+        device_id=None if device.type == "cpu" else device,  # NCCL connects now, and not later
     )
     where = f"device {device} | backend {args.backend}"
     log(f"[rank {dist.get_rank()} of {dist.get_world_size()}] {where}", every_rank=True)
@@ -75,9 +75,9 @@ class Trainer:
     ) -> None:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        if args.sync_bn:  # new layers with the same parameters, which the optimizer has already
+        if args.sync_bn:  # new layers, but the same parameters, so the optimizer stays valid
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        self.model = model  # DDP wraps it below, because a snapshot's names have no "module."
+        self.model = model  # loaded before DDP wraps it and puts "module." before each name
         self.train_data = train_data
         self.test_data = test_data
         self.pin_memory = train_data.pin_memory  # non_blocking copies need pinned memory
@@ -94,10 +94,13 @@ class Trainer:
         elif self.rank == 0 and os.path.exists(args.snapshot_path):
             os.replace(args.snapshot_path, f"{args.snapshot_path}.old")
             log(f"The snapshot of an earlier run is now {args.snapshot_path}.old")
-        compare_ranks({"epoch": self.epoch, "samples_seen": self.samples_seen})
-        self.model = DDP(model)  # copies rank 0's weights to all; device_ids would only move inputs
+        loaded = {"snapshot's epoch": self.epoch, "snapshot's samples_seen": self.samples_seen}
+        if any(loaded.values()):  # the snapshot of another run may be of the same epoch
+            loaded["snapshot's last weight"] = [*model.parameters()][-1].flatten()[-1].item()
+        compare_ranks(loaded)
+        self.model = DDP(model)  # copies rank 0's weights; we move the inputs, so no device_ids
         if args.compile:
-            model.compile(dynamic=False)  # in place, so names stay; once for each batch size
+            model.compile(dynamic=False)  # in place, so names stay; recompiled for each batch size
 
     def _run_batch(
         self, source: torch.Tensor, targets: torch.Tensor, share: float, last: bool
@@ -108,14 +111,14 @@ class Trainer:
             with self.autocast:
                 output = self.model(source)  # your inputs
                 loss = F.cross_entropy(output, targets)  # your loss: a mean over the batch
-            (loss * share).backward()  # the last one averages the gradients over all ranks
+            (loss * share).backward()  # in the last one, DDP averages the gradients over the ranks
         if last:
             self.optimizer.step()
             self.optimizer.zero_grad()
         return loss.detach()
 
     def _run_epoch(self, epoch: int) -> torch.Tensor:
-        set_seed(self.args.seed, self.rank, epoch, self.samples_seen)  # each epoch its own dropout
+        set_seed(self.args.seed, self.rank, epoch, self.samples_seen)  # new dropout in each epoch
         self.train_data.sampler.set_epoch(epoch, self.samples_seen)  # reshuffles
         accumulate, batches = self.args.accumulate, len(self.train_data)
         samples = len(self.train_data.sampler)  # of this rank, in the rest of the epoch
@@ -125,15 +128,15 @@ class Trainer:
         log(f"[{'CPU' if self.device.type == 'cpu' else 'GPU'}{self.rank}] {line}", every_rank=True)
         self.model.train()
         loss_sum = torch.zeros((), device=self.device)
-        # Only rank 0 has a progress bar, and only on a terminal: that is what None stands for.
+        # Only rank 0 has a progress bar. disable=None hides it where the output is no terminal.
         progress = tqdm(self.train_data, leave=False, disable=True if self.rank > 0 else None)
         for number, (source, targets) in enumerate(progress, start=1):
             source = source.to(self.device, non_blocking=self.pin_memory)  # your inputs
             targets = targets.to(self.device, non_blocking=self.pin_memory)  # your inputs
             step = math.ceil(number / accumulate)
             last = number % accumulate == 0 or number == batches  # the step's last micro-batch
-            step_size = min(full_step, samples - (step - 1) * full_step)
-            loss = self._run_batch(source, targets, len(targets) / step_size, last)
+            step_samples = min(full_step, samples - (step - 1) * full_step)
+            loss = self._run_batch(source, targets, len(targets) / step_samples, last)
             loss_sum += loss * len(targets)
             self.samples_seen += len(targets) * self.world_size
             if not last:
@@ -170,7 +173,7 @@ class Trainer:
         test_size = len(self.test_data.dataset)
         for epoch in range(self.epoch, total_epochs):
             start = time.perf_counter()
-            train_size = self.train_data.sampler.total_size - self.samples_seen  # what is left
+            train_size = self.train_data.sampler.total_size - self.samples_seen  # the epoch's rest
             train_loss = self._run_epoch(epoch).item() / train_size  # item() waits for the device
             rate = train_size / (time.perf_counter() - start)
             line = f"Epoch {epoch} | Train loss: {train_loss:.4f}"
@@ -255,7 +258,7 @@ def prepare_dataloader(
         batch_size=batch_size,
         sampler=sampler,
         collate_fn=collate,  # your batches: needed only by a data set with __getitems__
-        pin_memory=args.device not in ("cpu", "mps"),  # the host goes on while the GPU copies
+        pin_memory=args.device not in ("cpu", "mps"),  # the CPU goes on while the GPU copies
         **worker_options(args.num_workers),
     )
 
@@ -272,7 +275,7 @@ def main(args: argparse.Namespace) -> None:
     test_data = prepare_dataloader(test_set, args.test_batch_size, test_shard, args)
     trainer = Trainer(model, train_data, test_data, optimizer, schedule, device, args)
     trainer.train(args.total_epochs)
-    del trainer  # if DDP outlives its process group, Python may hang when it ends
+    del trainer  # if DDP outlives its process group, Python may hang at exit
     dist.destroy_process_group()
 
 
@@ -284,15 +287,15 @@ def compare_ranks(own: dict) -> None:
     ranks = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, own)
     for rank, other in enumerate(ranks):
-        for name in sorted(own.keys() - MAY_DIFFER):
-            if other[name] != ranks[0][name]:
+        for name in own:
+            if name not in MAY_DIFFER and other[name] != ranks[0][name]:
                 values = f"{ranks[0][name]} on rank 0, and {other[name]} on rank {rank}"
                 sys.exit(f"error: {name} is {values}")
 
 
 def log(line: str, every_rank: bool = False) -> None:
     if every_rank or os.environ["RANK"] == "0":
-        # print() would break the progress bar. With one write, two ranks' lines stay apart.
+        # print() would break the progress bar. Text and newline in one write, or lines would mix.
         tqdm.write(f"{line}\n", end="")
         sys.stdout.flush()
 
@@ -317,12 +320,12 @@ def parse_args() -> argparse.Namespace:
     add("total_epochs", nargs="?", type=positive, default=5, help="how many epochs to train")
     add("save_every", nargs="?", type=positive, default=1, help="epochs between two snapshots")
     add("--batch-size", "--batch_size", type=positive, default=32, help="samples per process")
-    add("--test-batch-size", type=positive, default=1000, help="the same in evaluation")
+    add("--test-batch-size", type=positive, default=1000, help="samples per batch in evaluation")
     add("--lr", type=float, default=0.01, help="learning rate of SGD")  # your optimizer
     add("--momentum", type=float, default=0.9, help="momentum of SGD")  # your optimizer
     add("--dataset", choices=DATASETS, default="digits", help="digits: no download")  # your dataset
     add("--data-dir", default="data", help="where torchvision keeps or downloads the others")
-    add("--model", choices=MODELS, help="default: what suits the data set")  # your model
+    add("--model", choices=MODELS, help="default: chosen by --dataset")  # your model
     add("--seed", type=int, default=42)
     add("--deterministic", action="store_true", help="deterministic kernels on an accelerator")
     add("--device", choices=devices, default=devices[0])
@@ -330,7 +333,7 @@ def parse_args() -> argparse.Namespace:
     add("--amp", action="store_true", help="mixed precision in bfloat16, which needs no GradScaler")
     add("--compile", action="store_true", help="torch.compile: slow to start; measure if it pays")
     add("--sync-bn", action="store_true", help="BatchNorm over all ranks; not on a CPU")
-    add("--save-steps", type=positive, default=1000, help="save after so many steps, too")
+    add("--save-steps", type=positive, default=1000, help="most steps between two snapshots")
     add("--local-rank", "--local_rank", help=argparse.SUPPRESS)  # of torch.distributed.launch
     add("--backend", choices=dist.Backend.backend_list, help="e.g. nccl")
     add("--timeout", type=positive, default=600, help="seconds that ranks wait for each other")

@@ -9,8 +9,8 @@
 
 Use ddp_torchrun.py if you can run torchrun: it is less to type, and it can restart a job. Here each
 command starts --nproc-per-node ranks, one by default, and --rank is the first of them. All meet at
-rank 0's address with any free port, or at a file on a shared disk, a new one for each run. A node
-reads its own data. Rank 0 saves, and --resume needs the snapshot on all nodes, for example on a
+rank 0's address with any free port, or at a file on a shared disk, a new one for each run. Every
+node needs the data. Rank 0 saves, and --resume needs its snapshot on all nodes, for example on a
 shared disk. If a process ends, the others fail in their next all-reduce, or after --timeout. Anyone
 who can reach the port can join, so use a private network. docs/multinode.md helps if nodes cannot
 join or are slow. To make this file yours, edit the lines marked "your".
@@ -41,7 +41,7 @@ from common.seed import set_seed, use_deterministic_kernels
 
 
 def ddp_setup(local_rank: int, args: argparse.Namespace) -> torch.device:
-    if args.deterministic:  # before the process group is made, because NCCL reads it there
+    if args.deterministic:  # first, because NCCL reads it when the process group is made
         use_deterministic_kernels()
     device = torch.device("cpu")
     if args.device != "cpu":
@@ -56,7 +56,7 @@ def ddp_setup(local_rank: int, args: argparse.Namespace) -> torch.device:
         rank=args.rank + local_rank,
         world_size=args.world_size,
         timeout=datetime.timedelta(seconds=args.timeout),
-        device_id=None if device.type == "cpu" else device,  # NCCL connects now, or fails now
+        device_id=None if device.type == "cpu" else device,  # NCCL connects now, and not later
     )
     where = f"device {device} | backend {args.backend}"
     log(f"[rank {dist.get_rank()} of {args.world_size}] {where}", every_rank=True)
@@ -75,7 +75,7 @@ class Trainer:
         args: argparse.Namespace,
     ) -> None:
         self.rank = dist.get_rank()
-        self.model = model  # DDP wraps it below, because a snapshot's names have no "module."
+        self.model = model  # loaded before DDP wraps it and puts "module." before each name
         self.train_data = train_data
         self.test_data = test_data
         self.pin_memory = train_data.pin_memory  # non_blocking copies need pinned memory
@@ -89,8 +89,11 @@ class Trainer:
         elif self.rank == 0 and os.path.exists(args.snapshot_path):
             os.replace(args.snapshot_path, f"{args.snapshot_path}.old")
             log(f"The snapshot of an earlier run is now {args.snapshot_path}.old")
-        compare_ranks({"epoch": self.epoch})
-        self.model = DDP(model)  # copies rank 0's weights to all; device_ids would only move inputs
+        loaded = {"snapshot's epoch": self.epoch}
+        if any(loaded.values()):  # the snapshot of another run may be of the same epoch
+            loaded["snapshot's last weight"] = [*model.parameters()][-1].flatten()[-1].item()
+        compare_ranks(loaded)
+        self.model = DDP(model)  # copies rank 0's weights; we move the inputs, so no device_ids
 
     def _run_batch(self, source: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         self.optimizer.zero_grad()
@@ -107,7 +110,7 @@ class Trainer:
         log(f"[{'CPU' if self.device.type == 'cpu' else 'GPU'}{self.rank}] {line}", every_rank=True)
         self.model.train()
         loss_sum = torch.zeros((), device=self.device)
-        # Only rank 0 has a progress bar, and only on a terminal: that is what None stands for.
+        # Only rank 0 has a progress bar. disable=None hides it where the output is no terminal.
         progress = tqdm(self.train_data, leave=False, disable=True if self.rank > 0 else None)
         for step, (source, targets) in enumerate(progress, start=1):
             source = source.to(self.device, non_blocking=self.pin_memory)  # your inputs
@@ -207,7 +210,7 @@ def prepare_dataloader(
         batch_size=batch_size,
         sampler=sampler,
         collate_fn=collate,  # your batches: needed only by a data set with __getitems__
-        pin_memory=args.device not in ("cpu", "mps"),  # the host goes on while the GPU copies
+        pin_memory=args.device not in ("cpu", "mps"),  # the CPU goes on while the GPU copies
         **worker_options(args.num_workers),
     )
 
@@ -224,7 +227,7 @@ def main(local_rank: int, args: argparse.Namespace) -> None:
     test_data = prepare_dataloader(test_set, args.test_batch_size, test_shard, args)
     trainer = Trainer(model, train_data, test_data, optimizer, schedule, device, args)
     trainer.train(args.total_epochs)
-    del trainer  # if DDP outlives its process group, Python may hang when it ends
+    del trainer  # if DDP outlives its process group, Python may hang at exit
     dist.destroy_process_group()
 
 
@@ -236,15 +239,15 @@ def compare_ranks(own: dict) -> None:
     ranks = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, own)
     for rank, other in enumerate(ranks):
-        for name in sorted(own.keys() - MAY_DIFFER):
-            if other[name] != ranks[0][name]:
+        for name in own:
+            if name not in MAY_DIFFER and other[name] != ranks[0][name]:
                 values = f"{ranks[0][name]} on rank 0, and {other[name]} on rank {rank}"
                 sys.exit(f"error: {name} is {values}")
 
 
 def log(line: str, every_rank: bool = False) -> None:
     if every_rank or not dist.is_initialized() or dist.get_rank() == 0:
-        # print() would break the progress bar. With one write, two ranks' lines stay apart.
+        # print() would break the progress bar. Text and newline in one write, or lines would mix.
         tqdm.write(f"{line}\n", end="")
         sys.stdout.flush()
 
@@ -269,18 +272,18 @@ def parse_args() -> argparse.Namespace:
     add("total_epochs", nargs="?", type=positive, default=5, help="how many epochs to train")
     add("save_every", nargs="?", type=positive, default=1, help="epochs between two snapshots")
     add("--batch-size", "--batch_size", type=positive, default=32, help="samples per process")
-    add("--test-batch-size", type=positive, default=1000, help="the same in evaluation")
+    add("--test-batch-size", type=positive, default=1000, help="samples per batch in evaluation")
     add("--lr", type=float, default=0.01, help="learning rate of SGD")  # your optimizer
     add("--momentum", type=float, default=0.9, help="momentum of SGD")  # your optimizer
     add("--dataset", choices=DATASETS, default="digits", help="digits: no download")  # your dataset
     add("--data-dir", default="data", help="where torchvision keeps or downloads the others")
-    add("--model", choices=MODELS, help="default: what suits the data set")  # your model
+    add("--model", choices=MODELS, help="default: chosen by --dataset")  # your model
     add("--seed", type=int, default=42)
     add("--deterministic", action="store_true", help="deterministic kernels on an accelerator")
     add("--device", choices=devices, default=devices[0])
     add("--nproc-per-node", type=positive, default=1, help="ranks that this command starts")
     add("--init-method", default="env://", help="tcp://host:port of rank 0, or file:///shared/new")
-    add("--rank", type=int, default=os.environ.get("RANK"), help="the first of them")
+    add("--rank", type=int, default=os.environ.get("RANK"), help="this command's first rank")
     add("--world-size", type=int, default=os.environ.get("WORLD_SIZE"), help="number of all ranks")
     add("--backend", choices=dist.Backend.backend_list, help="e.g. nccl")
     add("--timeout", type=positive, default=600, help="seconds that ranks wait for each other")

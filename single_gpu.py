@@ -5,10 +5,10 @@
     python single_gpu.py 50 10 --resume     go on from checkpoint.pt, if there is one
     python single_gpu.py --dataset mnist    download MNIST to data/, then train on it
 
-It uses the accelerator that torch finds (CUDA, ROCm, XPU or MPS), or else the CPU. A run that was
-stopped and resumed ends with the weights of one that never stopped. On an accelerator this needs
---deterministic, and with random augmentation no --num-workers. To make this file yours, edit the
-lines marked "your".
+It uses the accelerator that torch finds (CUDA, ROCm, XPU or MPS), or else the CPU. A run that is
+stopped and resumed ends with the same weights as one that never stopped, on an accelerator with
+--deterministic, and with random augmentation without --num-workers. To make this file yours, edit
+the lines marked "your".
 """
 
 import argparse
@@ -163,7 +163,7 @@ def prepare_dataloader(
         batch_size=batch_size,
         sampler=sampler,
         collate_fn=collate,  # your batches: needed only by a data set with __getitems__
-        pin_memory=args.device not in ("cpu", "mps"),  # the host goes on while the GPU copies
+        pin_memory=args.device not in ("cpu", "mps"),  # the CPU goes on while the GPU copies
         **worker_options(args.num_workers),
     )
 
@@ -173,7 +173,7 @@ def main(args: argparse.Namespace) -> None:
         use_deterministic_kernels()
     device = torch.device(args.device)
     if device.type != "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(min(4, torch.get_num_threads()))  # all cores: 1.7 times slower
+        torch.set_num_threads(min(4, torch.get_num_threads()))  # 16 took 1.7 times as long
     train_set, test_set, model, optimizer, schedule = load_train_objs(args, device)
     shuffled = RandomSampler(train_set, generator=torch.Generator())
     train_data = prepare_dataloader(train_set, args.batch_size, shuffled, args)
@@ -201,12 +201,12 @@ def parse_args() -> argparse.Namespace:
     add("total_epochs", nargs="?", type=positive, default=5, help="how many epochs to train")
     add("save_every", nargs="?", type=positive, default=1, help="epochs between two snapshots")
     add("--batch-size", "--batch_size", type=positive, default=32, help="samples per device")
-    add("--test-batch-size", type=positive, default=1000, help="the same in evaluation")
+    add("--test-batch-size", type=positive, default=1000, help="samples per batch in evaluation")
     add("--lr", type=float, default=0.01, help="learning rate of SGD")  # your optimizer
     add("--momentum", type=float, default=0.9, help="momentum of SGD")  # your optimizer
     add("--dataset", choices=DATASETS, default="digits", help="digits: no download")  # your dataset
     add("--data-dir", default="data", help="where torchvision keeps or downloads the others")
-    add("--model", choices=MODELS, help="default: what suits the data set")  # your model
+    add("--model", choices=MODELS, help="default: chosen by --dataset")  # your model
     add("--seed", type=int, default=42)
     add("--deterministic", action="store_true", help="deterministic kernels on an accelerator")
     add("--device", choices=devices, default=devices[0])

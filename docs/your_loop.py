@@ -2,7 +2,7 @@ import os
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before the group is created: imported later, it would keep it alive
+import torch.distributed.nn  # otherwise DDP imports it later, and then it keeps the process group
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -15,49 +15,51 @@ def make_data(count, seed):
     return TensorDataset(inputs, targets)
 
 
-rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-torch.manual_seed(42)
-device = torch.device("cpu")
-if torch.cuda.is_available():
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-train_set, test_set = make_data(1000, seed=1), make_data(303, seed=2)
-sampler = DistributedSampler(train_set)
-train_loader = DataLoader(train_set, batch_size=64 // world_size, sampler=sampler)
-test_shard = Subset(test_set, range(rank, len(test_set), world_size))
-test_loader = DataLoader(test_shard, batch_size=100)
-model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 2)).to(device)
-model = DDP(model)  # device_ids would only move inputs
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-first_epoch = 0
-if os.path.exists("snapshot.pt"):
-    snapshot = torch.load("snapshot.pt", map_location="cpu")
-    model.module.load_state_dict(snapshot["model"])
-    optimizer.load_state_dict(snapshot["optimizer"])
-    first_epoch = snapshot["epoch"]
-
-for epoch in range(first_epoch, 5):
-    model.train()
-    sampler.set_epoch(epoch)  # a new order in each epoch, the same in each run
-    for inputs, targets in train_loader:
-        inputs, targets = inputs.to(device), targets.to(device)
-        loss = F.cross_entropy(model(inputs), targets)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    model.eval()
-    correct = torch.zeros((), device=device)
-    with torch.no_grad():
-        for inputs, targets in test_loader:
+def main():
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.manual_seed(42)
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    train_set, test_set = make_data(1000, seed=1), make_data(303, seed=2)
+    sampler = DistributedSampler(train_set)
+    train_loader = DataLoader(train_set, batch_size=64 // world_size, sampler=sampler)
+    test_shard = Subset(test_set, range(rank, len(test_set), world_size))
+    test_loader = DataLoader(test_shard, batch_size=100)
+    model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 2)).to(device)
+    model = DDP(model)  # no device_ids, because the loop moves the inputs itself
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    first_epoch = 0
+    if os.path.exists("snapshot.pt"):
+        snapshot = torch.load("snapshot.pt", map_location="cpu")
+        model.module.load_state_dict(snapshot["model"])
+        optimizer.load_state_dict(snapshot["optimizer"])
+        first_epoch = snapshot["epoch"]
+    for epoch in range(first_epoch, 5):
+        model.train()
+        sampler.set_epoch(epoch)  # a new order in each epoch, the same in each run
+        for inputs, targets in train_loader:
             inputs, targets = inputs.to(device), targets.to(device)
-            correct += (model.module(inputs).argmax(dim=1) == targets).sum()
-    dist.all_reduce(correct)
-    if rank == 0:
-        print(f"epoch {epoch}: {correct:.0f} of {len(test_set)}")
-        snapshot = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
-        torch.save({**snapshot, "epoch": epoch + 1}, "snapshot.pt.tmp")
-        os.replace("snapshot.pt.tmp", "snapshot.pt")  # a crash leaves the old one or the new one
+            loss = F.cross_entropy(model(inputs), targets)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        model.eval()
+        correct = torch.zeros((), device=device)
+        with torch.no_grad():
+            for inputs, targets in test_loader:
+                inputs, targets = inputs.to(device), targets.to(device)
+                correct += (model.module(inputs).argmax(dim=1) == targets).sum()
+        dist.all_reduce(correct)
+        if rank == 0:
+            print(f"epoch {epoch}: {correct:.0f} of {len(test_set)}")
+            snapshot = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save({**snapshot, "epoch": epoch + 1}, "snapshot.pt.tmp")
+            os.replace("snapshot.pt.tmp", "snapshot.pt")  # a crash leaves the old or the new one
 
-del model  # otherwise DDP keeps the group, whose threads may hang or abort Python at exit
-dist.destroy_process_group()
+
+if __name__ == "__main__":
+    main()
+    dist.destroy_process_group()  # not in main(), because DDP must be gone by then

@@ -96,6 +96,7 @@ def test_a_node_with_another_option_data_set_or_snapshot(make, parse, monkeypatc
 
     assert line({}, dict.fromkeys(parse(script)[0].MAY_DIFFER, "another")) is None
     for name in {"epoch", "samples_seen"} if script == "ddp_torchrun.py" else {"epoch"}:
+        name = f"snapshot's {name}"
         assert line({name: 3}, {}) == f"error: {name} is 3 on rank 0, and 0 on rank 1"
     for name, own in ("train_size", 40), ("test_size", 10):
         assert line({name: 3}, {}) == f"error: {name} is 3 on rank 0, and {own} on rank 1"

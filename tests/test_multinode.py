@@ -190,9 +190,9 @@ def test_a_node_with_another_option_ends_all(hosts, tmp_path, job, launch, resum
 @pytest.mark.parametrize(
     ("launch", "changed", "line"),
     [
-        ("multinode.py", {"epoch": 1}, "error: epoch is 2 on rank 0, and 1 on rank 1"),
-        ("torchrun", {"samples_seen": 48}, "error: samples_seen is 0 on rank 0, and 48 on rank 1"),
-        ("torchrun", None, "error: epoch is 2 on rank 0, and 0 on rank 1"),
+        ("multinode.py", {"epoch": 1}, "epoch is 2 on rank 0, and 1 on rank 1"),
+        ("torchrun", {"samples_seen": 48}, "samples_seen is 0 on rank 0, and 48 on rank 1"),
+        ("torchrun", None, "epoch is 2 on rank 0, and 0 on rank 1"),
     ],
 )
 def test_a_node_with_another_snapshot_or_none_ends_all(hosts, tmp_path, job, launch, changed, line):
@@ -201,7 +201,21 @@ def test_a_node_with_another_snapshot_or_none_ends_all(hosts, tmp_path, job, lau
     if changed:
         torch.save(job[2] | changed, other)
     options = (*job[0], "--resume", "--snapshot-path")
+    line = f"error: snapshot's {line}"
     end_alike(hosts(2), launch, (*options, own), ("--snapshot-path", other), line)
+
+
+@pytest.mark.parametrize("launch", ["multinode.py", "torchrun"])
+def test_a_node_with_the_snapshot_of_another_run_ends_all(hosts, tmp_path, job, launch):
+    """Of the same epoch. DDP would send rank 0's weights, but each rank would keep its momentum."""
+    own, other = tmp_path / "own.pt", tmp_path / "other.pt"
+    torch.save(job[2], own)
+    model = {name: weight + 1 for name, weight in job[2]["model"].items()}
+    torch.save(job[2] | {"model": model}, other)
+    weights = [[*state.values()][-1][-1].item() for state in (job[2]["model"], model)]
+    line = "error: snapshot's last weight is {} on rank 0, and {} on rank 1".format(*weights)
+    options = (*job[0], "--resume", "--snapshot-path", own)
+    end_alike(hosts(2), launch, options, ("--snapshot-path", other), line)
 
 
 @pytest.mark.parametrize(

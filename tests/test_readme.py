@@ -211,11 +211,11 @@ def test_the_messages_of_the_scripts_that_are_explained_are_theirs():
     for message, piece in {
         "a restart may hang": 'error = "a restart may hang',
         "checkpoint.pt was made with --lr 0.01, not 0.1": "was made with --{name} {saved}, not",
-        "epoch is 3 on rank 0, and 0 on rank 1": 'compare_ranks({"epoch": self.epoch',
         "is now checkpoint.pt.old": "is now {args.snapshot_path}.old",
         "lr is 0.01 on rank 0, and 0.1 on rank 1": " on rank 0, and {other[name]} on rank {rank}",
         "processes are more than 1 devices": " processes are more than {",
         "rank 0 of 1": "[rank {dist.get_rank()} of {dist.get_world_size()}]",
+        "snapshot's epoch is 3 on rank 0, and 0 on rank 1": 'loaded = {"snapshot\'s epoch": self',
         "train_size is 1200 on rank 0, and 1000 on rank 1": 'compare_ranks({"train_size": len(',
         "weights are NaN or infinite": "error: weights are NaN or infinite",
         "WORLD_SIZE is 2: use torchrun": "WORLD_SIZE is {os.environ['WORLD_SIZE']}: use torchrun",

@@ -440,7 +440,7 @@ def test_a_stream_trains_on_each_sample_once(run, tmp_path):
     assert len(re.findall("^Python ends: (?!.*gloo)", text, re.M)) == 3, text
     assert re.findall(r"epoch (\d): \d+ of (\d+)", text) == [(str(n), "1000") for n in range(5)]
     names = {}  # the program up to where it needs torchrun
-    exec(program.read_text().partition("\nrank, world_size")[0], names)
+    exec(program.read_text().partition("\ndef main()")[0], names)
     files = sorted((tmp_path / "stream").iterdir())
     streams = [names["Stream"](files, rank, 2) for rank in range(2)]
     torch.manual_seed(42)

@@ -15,44 +15,44 @@ pytestmark = pytest.mark.numbers
 RECIPE, LOOP = ROOT / "docs" / "recipes" / "fully_shard.py", ROOT / "docs" / "your_loop.py"
 DIVISIBLE = """\
 @@ of both programs: each epoch is 16 global batches, for two ranks and for three
--train_set, test_set = make_data(1000, seed=1), make_data(303, seed=2)
-+train_set, test_set = make_data(16 * 66, seed=1), make_data(303, seed=2)
+-    train_set, test_set = make_data(1000, seed=1), make_data(303, seed=2)
++    train_set, test_set = make_data(16 * 66, seed=1), make_data(303, seed=2)
 @@
--train_loader = DataLoader(train_set, batch_size=64 // world_size, sampler=sampler)
-+train_loader = DataLoader(train_set, batch_size=66 // world_size, sampler=sampler)
+-    train_loader = DataLoader(train_set, batch_size=64 // world_size, sampler=sampler)
++    train_loader = DataLoader(train_set, batch_size=66 // world_size, sampler=sampler)
 """
-EPOCHS = "@@\n-for epoch in range(first_epoch, 5):\n+for epoch in range(first_epoch, {}):\n"
+EPOCHS = "@@\n-    for epoch in range(first_epoch, 5):\n+    for epoch in range(first_epoch, {}):\n"
 AS_ON_A_GPU = """\
 @@
--if torch.cuda.is_available():
--    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
--    torch.cuda.set_device(device)
-+if True:
+-    if torch.cuda.is_available():
+-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+-        torch.cuda.set_device(device)
++    if True:
 @@
--optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-+model[2].register_forward_pre_hook(lambda layer, x: print(layer.weight.dtype, x[0].dtype))
+-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
++    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
++    model[2].register_forward_pre_hook(lambda layer, x: print(layer.weight.dtype, x[0].dtype))
 """
 LARGE = """\
 @@
--train_set, test_set = make_data(1000, seed=1), make_data(303, seed=2)
-+train_set, test_set = make_data(192, seed=1), make_data(30, seed=2)
+-    train_set, test_set = make_data(1000, seed=1), make_data(303, seed=2)
++    train_set, test_set = make_data(192, seed=1), make_data(30, seed=2)
 @@
--    model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 2))
-+    wide = (nn.Linear(1024, 1024) for _ in range(12))
-+    model = nn.Sequential(nn.Linear(20, 1024), *wide, nn.Linear(1024, 2))
-+profiler = torch.profiler.profile(profile_memory=True)
-+profiler.start()
+-        model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 2))
++        wide = (nn.Linear(1024, 1024) for _ in range(12))
++        model = nn.Sequential(nn.Linear(20, 1024), *wide, nn.Linear(1024, 2))
++    profiler = torch.profiler.profile(profile_memory=True)
++    profiler.start()
 @@
--optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-+with torch.profiler.record_function("the model is made"):
-+    pass
+-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
++    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
++    with torch.profiler.record_function("the model is made"):
++        pass
 @@
--    model.eval()
-+    profiler.stop()
-+    profiler.export_chrome_trace(f"trace-{rank}.json")
-+    model.eval()
+-        model.eval()
++        profiler.stop()
++        profiler.export_chrome_trace(f"trace-{rank}.json")
++        model.eval()
 """
 
 

@@ -42,7 +42,10 @@ BUT_FOR = {
 + self.model = nn.DataParallel(model)
 """,
     ("Trainer.__init__", SPAWN, NODES): """\
-+ compare_ranks({"epoch": self.epoch})
++ loaded = {"snapshot's epoch": self.epoch}
++ if any(loaded.values()):
++ loaded["snapshot's last weight"] = [*model.parameters()][-1].flatten()[-1].item()
++ compare_ranks(loaded)
 """,
     ("Trainer.__init__", SPAWN, TORCHRUN): """\
 + self.world_size = dist.get_world_size()
@@ -53,7 +56,10 @@ BUT_FOR = {
 + self.epoch = 0
 + self.samples_seen = 0
 + self.unsaved_steps = 0
-+ compare_ranks({"epoch": self.epoch, "samples_seen": self.samples_seen})
++ loaded = {"snapshot's epoch": self.epoch, "snapshot's samples_seen": self.samples_seen}
++ if any(loaded.values()):
++ loaded["snapshot's last weight"] = [*model.parameters()][-1].flatten()[-1].item()
++ compare_ranks(loaded)
 + if args.compile:
 + model.compile(dynamic=False)
 """,

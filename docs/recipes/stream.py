@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before the group is created: imported later, it would keep it alive
+import torch.distributed.nn  # otherwise DDP imports it later, and then it keeps the process group
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -43,53 +43,56 @@ class Stream(IterableDataset):
             yield from zip(*torch.load(self.files[index]), strict=True)
 
 
-rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-torch.manual_seed(42)
-device = torch.device("cpu")
-if torch.cuda.is_available():
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-if rank == 0 and not os.path.exists("stream"):
-    write_files(Path("stream"))
-dist.barrier()
-train_set = Stream(sorted(Path("stream").glob("*.pt")), rank, world_size)
-# Without persistent workers: each epoch's get a copy of the data set, and so its new epoch.
-train_loader = DataLoader(train_set, batch_size=64 // world_size)
-model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 2)).to(device)
-model = DDP(model)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+def main():
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.manual_seed(42)
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if rank == 0 and not os.path.exists("stream"):
+        write_files(Path("stream"))
+    dist.barrier()
+    train_set = Stream(sorted(Path("stream").glob("*.pt")), rank, world_size)
+    # Without persistent workers: each epoch's get a copy of the data set, and so its new epoch.
+    train_loader = DataLoader(train_set, batch_size=64 // world_size)
+    model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 2)).to(device)
+    model = DDP(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
-for epoch in range(5):
-    model.train()
-    train_set.epoch = epoch
-    samples, correct = torch.zeros(2, device=device)
-    batches = iter(train_loader)
-    # A rank without any file has this sample, and gives it no weight.
-    inputs, targets = torch.zeros(1, 20, device=device), torch.zeros(1, device=device).long()
-    while True:
-        batch = next(batches, None)
-        if batch:
-            inputs, targets = (tensor.to(device) for tensor in batch)
-        own = len(targets) if batch else 0
-        count = torch.tensor(own, device=device)
-        dist.all_reduce(count)
-        if count == 0:  # all ranks have come to the end
-            break
-        # The mean over the global batch. At its end a rank takes its last batch again, without
-        # weight, because the all-reduce in backward() needs all ranks.
-        output = model(inputs)
-        loss = F.cross_entropy(output, targets, reduction="sum") * world_size / count
-        optimizer.zero_grad()
-        (loss * bool(own)).backward()
-        optimizer.step()
-        samples += own
-        correct += (output.argmax(dim=1) == targets).sum() * bool(own)
-    sums = torch.stack((samples, correct))
-    dist.all_reduce(sums)
-    if rank == 0:
-        print(f"epoch {epoch}: {sums[1]:.0f} of {sums[0]:.0f}")
-        torch.save(model.module.state_dict(), "model.pt")
+    for epoch in range(5):
+        model.train()
+        train_set.epoch = epoch
+        samples, correct = torch.zeros(2, device=device)
+        batches = iter(train_loader)
+        # A rank without any file has this sample, and gives it no weight.
+        inputs, targets = torch.zeros(1, 20, device=device), torch.zeros(1, device=device).long()
+        while True:
+            batch = next(batches, None)
+            if batch:
+                inputs, targets = (tensor.to(device) for tensor in batch)
+            own = len(targets) if batch else 0
+            count = torch.tensor(own, device=device)
+            dist.all_reduce(count)
+            if count == 0:  # all ranks have come to the end
+                break
+            # The mean over the global batch. At its end a rank takes its last batch again, without
+            # weight, because the all-reduce in backward() needs all ranks.
+            output = model(inputs)
+            loss = F.cross_entropy(output, targets, reduction="sum") * world_size / count
+            optimizer.zero_grad()
+            (loss * bool(own)).backward()
+            optimizer.step()
+            samples += own
+            correct += (output.argmax(dim=1) == targets).sum() * bool(own)
+        sums = torch.stack((samples, correct))
+        dist.all_reduce(sums)
+        if rank == 0:
+            print(f"epoch {epoch}: {sums[1]:.0f} of {sums[0]:.0f}")
+            torch.save(model.module.state_dict(), "model.pt")
 
-del model  # otherwise DDP keeps the group, whose threads may hang or abort Python at exit
-dist.destroy_process_group()
+
+if __name__ == "__main__":
+    main()
+    dist.destroy_process_group()  # not in main(), because DDP must be gone by then
