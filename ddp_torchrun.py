@@ -290,6 +290,7 @@ def compare_ranks(own: dict) -> None:
         for name in own:
             if name not in MAY_DIFFER and other[name] != ranks[0][name]:
                 values = f"{ranks[0][name]} on rank 0, and {other[name]} on rank {rank}"
+                dist.destroy_process_group()  # or gloo's threads may abort Python at exit
                 sys.exit(f"error: {name} is {values}")
 
 

@@ -10,10 +10,9 @@
 Use ddp_torchrun.py if you can run torchrun: it is less to type, and it can restart a job. Here each
 command starts --nproc-per-node ranks, one by default, and --rank is the first of them. All meet at
 rank 0's address with any free port, or at a file on a shared disk, a new one for each run. Every
-node needs the data. Rank 0 saves, and --resume needs its snapshot on all nodes, for example on a
-shared disk. If a process ends, the others fail in their next all-reduce, or after --timeout. Anyone
-who can reach the port can join, so use a private network. docs/multinode.md helps if nodes cannot
-join or are slow. To make this file yours, edit the lines marked "your".
+node needs the data. Rank 0 saves, and --resume needs its snapshot on all nodes. If a process ends,
+the others fail in their next all-reduce, or after --timeout. Anyone who can reach the port can
+join, so use a private network. To make this file yours, edit the lines marked "your".
 """
 
 import argparse
@@ -242,6 +241,7 @@ def compare_ranks(own: dict) -> None:
         for name in own:
             if name not in MAY_DIFFER and other[name] != ranks[0][name]:
                 values = f"{ranks[0][name]} on rank 0, and {other[name]} on rank {rank}"
+                dist.destroy_process_group()  # or gloo's threads may abort Python at exit
                 sys.exit(f"error: {name} is {values}")
 
 
