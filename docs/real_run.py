@@ -7,7 +7,7 @@ import time
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # otherwise DDP imports it later, and then it keeps the process group
+import torch.distributed.nn  # DDP would import it later, and its functions would keep the group
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
