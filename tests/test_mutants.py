@@ -115,6 +115,9 @@ MUTANTS = {
         (NODES, "        compare_ranks(loaded)\n", ""),
         (TORCHRUN, '"train_size": len(train_set), ', ""),
     ],
+    "test_multinode.py::test_a_node_with_the_snapshot_of_another_run_ends_all": [
+        (NODES, "if any(loaded.values()):", "if False:"),
+    ],
     "test_devices.py::test_threads": [
         (SPAWN, "torch.get_num_threads() // args.nproc_per_node", "torch.get_num_threads()"),
         (TORCHRUN, "min(4, torch.get_num_threads())", "torch.get_num_threads()"),
