@@ -7,7 +7,7 @@ import time
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # DDP would import it later, and its functions would keep the group
+import torch.distributed.nn  # before init_process_group: see "The end" in docs/your_loop.md
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -18,9 +18,9 @@ SNAPSHOT = "real_run.pt"  # saved after each epoch; delete it to start over
 SEED = 42
 EPOCHS = 5
 GLOBAL_BATCH = 64  # samples in a step, on all ranks together
-ACCUMULATE = 2  # micro-batches in a step
+ACCUMULATE = 1  # micro-batches in a step: more if a batch does not fit into memory
 LR = 0.1
-WARM_UP = 20  # steps
+WARM_UP = 20  # steps: at least 1, and fewer than the run has
 LOG_EVERY = 10  # steps
 WORKERS = 0  # processes per rank that load data: try 4 for files
 
@@ -39,7 +39,7 @@ def main():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    train_set, test_set = make_data(1000, seed=1), make_data(303, seed=2)
+    train_set, test_set = make_data(1000, seed=1), make_data(303, seed=2)  # your data
     sampler = DistributedSampler(train_set, seed=SEED)
     batch_size, rest = divmod(GLOBAL_BATCH, world_size * ACCUMULATE)  # of a micro-batch
     assert rest == 0, f"{GLOBAL_BATCH=} is not divisible by {world_size} ranks * {ACCUMULATE}"
@@ -51,18 +51,18 @@ def main():
     test_shard = Subset(test_set, range(rank, len(test_set), world_size))
     test_loader = DataLoader(test_shard, batch_size=100, **options)
     model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 2)).to(device)  # your model
-    model = DDP(model)  # no device_ids, because the loop moves the inputs itself
+    model = DDP(model)  # needs no device_ids, because the loop moves the inputs itself
     autocast = torch.autocast(device.type, torch.bfloat16)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)  # your optimizer
     total_steps = EPOCHS * math.ceil(len(train_loader) / ACCUMULATE)
     warm_up = LinearLR(optimizer, start_factor=1 / WARM_UP, total_iters=WARM_UP)
     cosine = CosineAnnealingLR(optimizer, T_max=total_steps - WARM_UP)
-    schedule = SequentialLR(optimizer, [warm_up, cosine], milestones=[WARM_UP])
+    schedule = SequentialLR(optimizer, [warm_up, cosine], milestones=[WARM_UP])  # your schedule
     settings = {"SEED": SEED, "LR": LR, "WARM_UP": WARM_UP, "total_steps": total_steps}
     first_epoch = 0
     if os.path.exists(SNAPSHOT):
         snapshot = torch.load(SNAPSHOT, map_location="cpu")
-        assert snapshot["settings"] == settings, f"{SNAPSHOT} has {snapshot['settings']}"
+        assert snapshot["settings"] == settings, f"{snapshot['settings']}, not {settings}"
         model.module.load_state_dict(snapshot["model"])
         optimizer.load_state_dict(snapshot["optimizer"])
         schedule.load_state_dict(snapshot["schedule"])
@@ -95,7 +95,7 @@ def main():
                 dist.all_reduce(loss_sum)
                 if rank == 0:
                     line = f"epoch {epoch}, step {step}: loss {loss_sum.item() / count:.4f}"
-                    rate = count / (time.perf_counter() - start)  # item() has waited for the GPU
+                    rate = count / (time.perf_counter() - start)  # .item() has waited for the GPU
                     line += f" | lr {lr:.4f} | gradient norm {norm:.3f} | {rate:.0f} samples/s"
                     print(f"{line} | {torch.cuda.max_memory_allocated() >> 20} MiB")
                 start, count, loss_sum = time.perf_counter(), 0, torch.zeros((), device=device)
@@ -122,4 +122,4 @@ def main():
 
 if __name__ == "__main__":
     main()
-    dist.destroy_process_group()  # not in main(), because DDP must be gone by then
+    dist.destroy_process_group()  # after main(), because the DDP object must be freed first

@@ -2,7 +2,7 @@ import os
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # DDP would import it later, and its functions would keep the group
+import torch.distributed.nn  # before init_process_group: see "The end" in docs/your_loop.md
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -29,7 +29,7 @@ def main():
     test_shard = Subset(test_set, range(rank, len(test_set), world_size))
     test_loader = DataLoader(test_shard, batch_size=100)
     model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 2)).to(device)
-    model = DDP(model)  # no device_ids, because the loop moves the inputs itself
+    model = DDP(model)  # needs no device_ids, because the loop moves the inputs itself
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     first_epoch = 0
     if os.path.exists("snapshot.pt"):
@@ -62,4 +62,4 @@ def main():
 
 if __name__ == "__main__":
     main()
-    dist.destroy_process_group()  # not in main(), because DDP must be gone by then
+    dist.destroy_process_group()  # after main(), because the DDP object must be freed first

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # DDP would import it later, and its functions would keep the group
+import torch.distributed.nn  # before init_process_group: see "The end" in docs/your_loop.md
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -95,4 +95,4 @@ def main():
 
 if __name__ == "__main__":
     main()
-    dist.destroy_process_group()  # not in main(), because DDP must be gone by then
+    dist.destroy_process_group()  # after main(), because the DDP object must be freed first
