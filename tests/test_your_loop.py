@@ -1,6 +1,7 @@
 """docs/your_loop.md: each of its programs runs, and ends with the weights of one device."""
 
 import re
+import tempfile
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -104,10 +105,11 @@ def test_what_a_real_run_prints(tmp_path):
     assert half != two
 
 
-def test_a_real_run_stops_before_it_does_something_else(tmp_path):
+def test_a_real_run_stops_before_it_does_something_else(tmp_path, monkeypatch):
     """Its learning rate and schedule would come from the snapshot, and 3 ranks cannot share 64."""
     train(tmp_path, PROGRAMS[10], 2)
     saved = (tmp_path / "real_run.pt").read_bytes()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # mp.start_processes leaves files there
     for old, new, processes, said in (
         (
             "LR = 0.1",
