@@ -1,4 +1,4 @@
-"""The template of docs/your_loop.md. `torchrun --nproc_per_node=gpu docs/real_run.py` starts it."""
+"""Train on all GPUs: torchrun --nproc_per_node=gpu real_run.py (docs/your_loop.md explains it)."""
 
 import contextlib
 import math
@@ -22,7 +22,7 @@ ACCUMULATE = 1  # micro-batches in a step: more if a batch does not fit into mem
 LR = 0.1
 WARM_UP = 20  # steps: at least 1, and fewer than the run has
 LOG_EVERY = 10  # steps
-WORKERS = 0  # processes per rank that load data: try 4 for files
+WORKERS = 0  # processes per loader and rank: try 4 for files
 
 
 def make_data(count, seed):  # your data
@@ -45,7 +45,7 @@ def main():
     assert rest == 0, f"{GLOBAL_BATCH=} is not divisible by {world_size} ranks * {ACCUMULATE}"
     full_step = ACCUMULATE * batch_size  # this rank's samples in a step
     options = {"num_workers": WORKERS, "pin_memory": device.type == "cuda"}
-    if WORKERS > 0:  # spawned, because forked ones may hang
+    if WORKERS > 0:  # spawned, because NCCL does not survive a fork
         options |= {"persistent_workers": True, "multiprocessing_context": "spawn"}
     train_loader = DataLoader(train_set, batch_size=batch_size, sampler=sampler, **options)
     test_shard = Subset(test_set, range(rank, len(test_set), world_size))
@@ -100,7 +100,7 @@ def main():
                     print(f"{line} | {torch.cuda.max_memory_allocated() >> 20} MiB")
                 start, count, loss_sum = time.perf_counter(), 0, torch.zeros((), device=device)
         model.eval()
-        for buffer in model.module.buffers():  # such as BatchNorm's statistics, which differ
+        for buffer in model.module.buffers():  # each rank has its own BatchNorm statistics
             dist.broadcast(buffer, src=0)
         sums = torch.zeros(2, device=device)  # of the losses, and of the correct answers
         with torch.no_grad():
