@@ -205,11 +205,26 @@ def test_a_loss_over_some_targets_of_accumulated_steps(tmp_path):
     same(load(tmp_path / "snapshot.pt")["model"], expected)
 
 
+IN_WORKERS = """@@
+-    return TensorDataset(inputs, targets)
++    return InWorkers(inputs, targets)
++
++
++class InWorkers(TensorDataset):
++    def __getitems__(self, indices):
++        assert torch.utils.data.get_worker_info()
++        return [self[index] for index in indices]
+@@
+-WORKERS = 0  # processes per loader and rank: try 4 for files
++WORKERS = 1
+"""
+
+
 @pytest.mark.slow("spawned workers of two ranks")
 def test_a_real_run_with_loader_workers(run, tmp_path):
     expected = train(tmp_path, PROGRAMS[10], 2), load(tmp_path / "real_run.pt")
     (tmp_path / "real_run.pt").unlink()
-    (tmp_path / "train.py").write_text(PROGRAMS[10].replace("WORKERS = 0", "WORKERS = 1"))
+    (tmp_path / "train.py").write_text(patched(PROGRAMS[10], IN_WORKERS))
     launch = f"torchrun --standalone --nproc_per_node=2 {tmp_path}/train.py"
     assert re.findall(LINE, run(launch, LADDER_DTYPE="float64")) == expected[0]
     same(load(tmp_path / "real_run.pt")["model"], expected[1]["model"])

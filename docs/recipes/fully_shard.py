@@ -114,7 +114,7 @@ def main():
     if rank == 0:
         torch.save(weights, "model.pt")
 
-    # DTensor's caches keep gloo's threads, which abort Python's end less often after a barrier.
+    # DTensor's caches keep gloo's threads alive, and after a barrier they abort Python less often.
     dist.barrier()
     dist.destroy_process_group()
 
