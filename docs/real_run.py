@@ -22,7 +22,7 @@ ACCUMULATE = 1  # micro-batches in a step: more if a batch does not fit into mem
 LR = 0.1
 WARM_UP = 20  # steps: at least 1, and fewer than the run has
 LOG_EVERY = 10  # steps
-WORKERS = 0  # processes per loader and rank: try 4 for files
+WORKERS = 0  # spawned processes per loader and rank: try 4 for files
 
 
 def make_data(count, seed):  # your data
@@ -44,9 +44,8 @@ def main():
     batch_size, rest = divmod(GLOBAL_BATCH, world_size * ACCUMULATE)  # of a micro-batch
     assert rest == 0, f"{GLOBAL_BATCH=} is not divisible by {world_size} ranks * {ACCUMULATE}"
     full_step = ACCUMULATE * batch_size  # this rank's samples in a step
-    options = {"num_workers": WORKERS, "pin_memory": device.type == "cuda"}
-    if WORKERS > 0:  # spawned, because NCCL does not survive a fork
-        options |= {"persistent_workers": True, "multiprocessing_context": "spawn"}
+    workers = {"persistent_workers": True, "multiprocessing_context": "spawn"} if WORKERS else {}
+    options = {"num_workers": WORKERS, "pin_memory": device.type == "cuda", **workers}
     train_loader = DataLoader(train_set, batch_size=batch_size, sampler=sampler, **options)
     test_shard = Subset(test_set, range(rank, len(test_set), world_size))
     test_loader = DataLoader(test_shard, batch_size=100, **options)
@@ -58,16 +57,18 @@ def main():
     warm_up = LinearLR(optimizer, start_factor=1 / WARM_UP, total_iters=WARM_UP)
     cosine = CosineAnnealingLR(optimizer, T_max=total_steps - WARM_UP)
     schedule = SequentialLR(optimizer, [warm_up, cosine], milestones=[WARM_UP])  # your schedule
+    parts = {"model": model.module, "optimizer": optimizer, "schedule": schedule}  # of a snapshot
     settings = {"SEED": SEED, "LR": LR, "WARM_UP": WARM_UP, "total_steps": total_steps}
-    first_epoch = 0
+    first_epoch, epochs = 0, [None] * world_size  # epochs: the first one of each rank
     if os.path.exists(SNAPSHOT):
         snapshot = torch.load(SNAPSHOT, map_location="cpu")
-        assert snapshot["settings"] == settings, f"{snapshot['settings']}, not {settings}"
-        model.module.load_state_dict(snapshot["model"])
-        optimizer.load_state_dict(snapshot["optimizer"])
-        schedule.load_state_dict(snapshot["schedule"])
-        first_epoch = snapshot["epoch"]
-        print(f"[rank {rank}] {SNAPSHOT} has {first_epoch} of {EPOCHS} epochs")
+        assert snapshot["settings"] == settings, f"delete {SNAPSHOT}, or set {snapshot['settings']}"
+        for name, part in parts.items():
+            part.load_state_dict(snapshot[name])
+        first_epoch, snapshot = snapshot["epoch"], None  # frees its memory
+        print(f"[rank {rank}] {SNAPSHOT} has {first_epoch} of {EPOCHS} epochs", flush=True)
+    dist.all_gather_object(epochs, first_epoch)
+    assert min(epochs) == max(epochs), f"{SNAPSHOT} is not the same on all ranks: {epochs} epochs"
     for epoch in range(first_epoch, EPOCHS):
         model.train()
         sampler.set_epoch(epoch)  # a new order in each epoch, the same in each run
@@ -78,8 +79,7 @@ def main():
             step = math.ceil(number / ACCUMULATE)  # of this epoch
             last = number % ACCUMULATE == 0 or number == len(train_loader)  # the step's last one
             step_samples = min(full_step, len(sampler) - (step - 1) * full_step)
-            sync = contextlib.nullcontext() if last else model.no_sync()
-            with sync:
+            with contextlib.nullcontext() if last else model.no_sync():
                 with autocast:
                     loss = F.cross_entropy(model(inputs), targets)  # your loss
                 (loss * len(targets) / step_samples).backward()
@@ -97,7 +97,7 @@ def main():
                     line = f"epoch {epoch}, step {step}: loss {loss_sum.item() / count:.4f}"
                     rate = count / (time.perf_counter() - start)  # .item() has waited for the GPU
                     line += f" | lr {lr:.4f} | gradient norm {norm:.3f} | {rate:.0f} samples/s"
-                    print(f"{line} | {torch.cuda.max_memory_allocated() >> 20} MiB")
+                    print(f"{line} | {torch.cuda.max_memory_allocated() >> 20} MiB", flush=True)
                 start, count, loss_sum = time.perf_counter(), 0, torch.zeros((), device=device)
         model.eval()
         for buffer in model.module.buffers():  # each rank has its own BatchNorm statistics
@@ -111,12 +111,12 @@ def main():
                     sums[0] += F.cross_entropy(outputs, targets) * len(targets)  # your loss
                 sums[1] += (outputs.argmax(dim=1) == targets).sum()  # your metric
         dist.all_reduce(sums)
+        assert sums.isfinite().all(), f"epoch {epoch}: the test loss is {sums[0]}, nothing is saved"
         if rank == 0:
-            test_loss = sums[0] / len(test_set)
-            print(f"epoch {epoch}: {sums[1]:.0f} of {len(test_set)}, test loss {test_loss:.4f}")
-            snapshot = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
-            snapshot |= {"schedule": schedule.state_dict(), "settings": settings}
-            torch.save({**snapshot, "epoch": epoch + 1}, f"{SNAPSHOT}.tmp")
+            line = f"epoch {epoch}: {sums[1]:.0f} of {len(test_set)}"
+            print(f"{line}, test loss {sums[0] / len(test_set):.4f}", flush=True)
+            snapshot = {name: part.state_dict() for name, part in parts.items()}
+            torch.save({**snapshot, "settings": settings, "epoch": epoch + 1}, f"{SNAPSHOT}.tmp")
             os.replace(f"{SNAPSHOT}.tmp", SNAPSHOT)  # a crash leaves the old or the new one
 
 

@@ -10,6 +10,7 @@ of all devices, have the command lines of a user.
 import functools
 import importlib
 import json
+import math
 import os
 import re
 import signal
@@ -182,6 +183,15 @@ def test_trains_on_all_devices(start):
     for job in jobs[-2:] if pair else []:
         lines = re.findall(r"^\[rank .* device (.*) \| backend (.*)", job.text, re.M)
         assert sorted(lines) == [(f"{kind}{number}", backend) for number in numbers]
+
+
+@two_ranks
+def test_the_template_trains_on_all_devices(start):
+    """Or on as many as divide its global batch of 64."""
+    ranks = math.gcd(64, count) if count > 1 else 2
+    launch = TORCHRUN.format(ranks).replace("ddp_torchrun.py", "docs/real_run.py")
+    correct = re.findall(r"^epoch \d: (\d+) of 303, ", start(launch, **TWIN).finish(), re.M)
+    assert len(correct) == 5 and int(correct[-1]) > 280
 
 
 # --- faults ---------------------------------------------------------------------------------------

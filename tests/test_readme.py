@@ -1,6 +1,7 @@
 """README, the Chinese pages, docs/steps.md, reference.md and errors.md fit scripts and tests."""
 
 import difflib
+import itertools
 import re
 import sys
 from pathlib import Path
@@ -202,6 +203,15 @@ def test_links_lead_somewhere(page):
         target = page.parent / name if name else page
         assert target.exists(), link
         assert not anchor or anchor in slugs(target), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_line_of_a_paragraph_becomes_a_list(page):
+    """As `16\\n+ 4` does, where a sentence was wrapped."""
+    lines = FENCE.sub("", page.read_text()).splitlines()
+    for before, line in itertools.pairwise(lines):
+        if re.match(r"[-+*] |1\. ", line):
+            assert re.match(r"$| |<|[-+*] |1\. ", before), line
 
 
 def test_the_messages_of_the_scripts_that_are_explained_are_theirs():

@@ -54,18 +54,19 @@ def apply(make, monkeypatch, tmp_path):
 
 
 def test_every_recipe_is_applied_by_a_test():
-    code = "".join(path.read_text() for path in Path(__file__).parent.glob("test_recipes*.py"))
-    assert [name for name in RECIPES if not re.search(rf'"(\w+ )?{name}"', code)] == []
+    code = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    assert [name for name in RECIPES if not re.search(rf'"(\w+ )?{name}(\.diff)?"', code)] == []
     assert [path.name for path in FOLDER.glob("*.py") if f'"{path.name}"' not in code] == []
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_is_applied_by_git(tmp_path, name):
     """It is stricter than `patch`, because it takes no context that has changed."""
-    (tmp_path / "ddp_torchrun.py").write_text((ROOT / "ddp_torchrun.py").read_text())
+    file = re.search(r"^\+\+\+ b/(.*)", FILES[name], re.M)[1]
+    (tmp_path / "docs").mkdir()
+    (tmp_path / file).write_text((ROOT / file).read_text())
     subprocess.run(["git", "apply", FOLDER / f"{name}.diff"], cwd=tmp_path, check=True)
-    text = patched((ROOT / "ddp_torchrun.py").read_text(), FILES[name])
-    assert (tmp_path / "ddp_torchrun.py").read_text() == text
+    assert (tmp_path / file).read_text() == patched((ROOT / file).read_text(), FILES[name])
 
 
 SMALL_PHOTOS = functools.partial(re.sub, "= 224", "= 32")

@@ -59,9 +59,22 @@ def test_the_last_step_resumes_on_other_numbers_of_processes(tmp_path, one):
     same(load(tmp_path / "snapshot.pt")["model"], one[1])
 
 
+COUNTED = """@@
+     model = DDP(model)  # needs no device_ids, because the loop moves the inputs itself
++    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
++    sent = []
++    hook = lambda sent, bucket: sent.append(1) or allreduce_hook(None, bucket)
++    model.register_comm_hook(sent, hook)
+@@
+             torch.save({**snapshot, "epoch": epoch + 1}, "snapshot.pt.tmp")
++            assert len(sent) == 16 * (epoch + 1)  # once in each step
+"""
+
+
 def test_accumulated_steps_are_those_of_one_device(tmp_path, one):
     """Of 1,000 samples the last step has 40, or 20 a rank, in micro-batches of 16 and 4."""
     program = PROGRAMS[7].replace(AMP, f"{AMP}, enabled=False")
+    program = patched(program, COUNTED)
     assert train(tmp_path, program, 2) == one[0]
     same(load(tmp_path / "snapshot.pt")["model"], one[1])
 
@@ -106,7 +119,7 @@ def test_what_a_real_run_prints(tmp_path):
 
 
 def test_a_real_run_stops_before_it_does_something_else(tmp_path, monkeypatch):
-    """Its learning rate and schedule would come from the snapshot, and 3 ranks cannot share 64."""
+    """Or before it loses a good snapshot."""
     train(tmp_path, PROGRAMS[10], 2)
     saved = (tmp_path / "real_run.pt").read_bytes()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # mp.start_processes leaves files there
@@ -115,10 +128,22 @@ def test_a_real_run_stops_before_it_does_something_else(tmp_path, monkeypatch):
             "LR = 0.1",
             "LR = 0.2",
             2,
-            "{'SEED': 42, 'LR': 0.1, 'WARM_UP': 20, 'total_steps': 80}, not {",
+            "delete real_run.pt, or set {'SEED': 42, 'LR': 0.1, 'WARM_UP': 20, 'total_steps': 80}",
         ),
-        ("EPOCHS = 5", "EPOCHS = 6", 2, "'total_steps': 80}, not {"),
+        ("EPOCHS = 5", "EPOCHS = 6", 2, "'total_steps': 80}"),
         ("EPOCHS = 5", "EPOCHS = 5", 3, "GLOBAL_BATCH=64 is not divisible by 3 ranks * 1"),
+        (
+            "if os.path.exists(SNAPSHOT)",
+            "if rank == 0",
+            2,
+            "real_run.pt is not the same on all ranks: [5, 0] epochs",
+        ),
+        (
+            "range(first_epoch, EPOCHS)",
+            "(model.module[0].bias.data.fill_(math.nan), 5)[1:]",
+            2,
+            "epoch 5: the test loss is nan, nothing is saved",
+        ),
     ):
         with pytest.raises(ProcessRaisedException, match="AssertionError") as error:
             train(tmp_path, PROGRAMS[10].replace(old, new), processes)
@@ -179,30 +204,20 @@ def test_a_loss_over_some_targets(tmp_path):
     same(load(tmp_path / "snapshot.pt")["model"], expected)
 
 
-ACCUMULATED = """@@
--                (loss * len(targets) / step_samples).backward()
-+                loss.backward()
-+            valid += (targets != -100).sum()
-             if last:
-+                dist.all_reduce(valid)
-+                for parameter in model.parameters():
-+                    parameter.grad *= world_size / valid
-+                valid.zero_()
-@@
-         model.train()
-+        valid = torch.zeros((), device=device)
-"""
-
-
 def test_a_loss_over_some_targets_of_accumulated_steps(tmp_path):
-    """As the page says: the gradients of the sums are divided before the step."""
-    data = "@@\n" + TARGETS.split("@@\n")[1]
-    train(tmp_path, patched(FIRST, data))
-    expected = load(tmp_path / "model.pt")
-    program = patched(PROGRAMS[7].replace(AMP, f"{AMP}, enabled=False"), data + ACCUMULATED)
-    loss = "F.cross_entropy(model(inputs), targets"
-    train(tmp_path, program.replace(loss, f'{loss}, reduction="sum"'), 2)
-    same(load(tmp_path / "snapshot.pt")["model"], expected)
+    """The template with its recipe: weights and printed losses are those of one process."""
+    recipe = (ROOT / "docs" / "recipes" / "padded.diff").read_text()
+    program = patched(PROGRAMS[10], recipe).replace(AMP, f"{AMP}, enabled=False")
+    found = []
+    for processes, micro in ((1, 1), (2, 2)):
+        (tmp_path / "train.py").write_text(program.replace("LATE = 1", f"LATE = {micro}"))
+        text = ranks.train(tmp_path, tmp_path / "train.py", processes, dtype="float64")
+        lines = re.findall(r"loss (\S+) \| lr .* norm (\S+)|: (\d+ of 259, .*)", text)
+        found.append((lines, load(tmp_path / "real_run.pt")["model"]))
+        (tmp_path / "real_run.pt").unlink()
+    (one, expected), (two, weights) = found
+    assert len(one) == 15 and one == two
+    same(weights, expected)
 
 
 IN_WORKERS = """@@
