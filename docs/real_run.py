@@ -20,7 +20,7 @@ EPOCHS = 5
 GLOBAL_BATCH = 64  # samples in a step, on all ranks together
 ACCUMULATE = 1  # micro-batches in a step: more if a batch does not fit into memory
 LR = 0.1
-WARM_UP = 20  # steps: at least 1, and fewer than the run has
+WARM_UP = 20  # steps: at least 1
 LOG_EVERY = 10  # steps
 WORKERS = 0  # spawned processes per loader and rank: try 4 for files
 
@@ -55,7 +55,7 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)  # your optimizer
     total_steps = EPOCHS * math.ceil(len(train_loader) / ACCUMULATE)
     warm_up = LinearLR(optimizer, start_factor=1 / WARM_UP, total_iters=WARM_UP)
-    cosine = CosineAnnealingLR(optimizer, T_max=total_steps - WARM_UP)
+    cosine = CosineAnnealingLR(optimizer, T_max=max(1, total_steps - WARM_UP))
     schedule = SequentialLR(optimizer, [warm_up, cosine], milestones=[WARM_UP])  # your schedule
     parts = {"model": model.module, "optimizer": optimizer, "schedule": schedule}  # of a snapshot
     settings = {"SEED": SEED, "LR": LR, "WARM_UP": WARM_UP, "total_steps": total_steps}
@@ -66,7 +66,7 @@ def main():
         for name, part in parts.items():
             part.load_state_dict(snapshot[name])
         first_epoch, snapshot = snapshot["epoch"], None  # frees its memory
-        print(f"[rank {rank}] {SNAPSHOT} has {first_epoch} of {EPOCHS} epochs", flush=True)
+    print(f"[rank {rank} of {world_size}] {device}, epoch {first_epoch} of {EPOCHS}", flush=True)
     dist.all_gather_object(epochs, first_epoch)
     assert min(epochs) == max(epochs), f"{SNAPSHOT} is not the same on all ranks: {epochs} epochs"
     for epoch in range(first_epoch, EPOCHS):
@@ -75,13 +75,13 @@ def main():
         torch.manual_seed(SEED + 1000 * epoch + rank)  # different dropout in each epoch and rank
         start, count, loss_sum = time.perf_counter(), 0, torch.zeros((), device=device)
         for number, (inputs, targets) in enumerate(train_loader, start=1):
-            inputs, targets = inputs.to(device), targets.to(device)
+            inputs, targets = inputs.to(device), targets.to(device)  # your inputs
             step = math.ceil(number / ACCUMULATE)  # of this epoch
             last = number % ACCUMULATE == 0 or number == len(train_loader)  # the step's last one
             step_samples = min(full_step, len(sampler) - (step - 1) * full_step)
             with contextlib.nullcontext() if last else model.no_sync():
                 with autocast:
-                    loss = F.cross_entropy(model(inputs), targets)  # your loss
+                    loss = F.cross_entropy(model(inputs), targets)  # your inputs, your loss
                 (loss * len(targets) / step_samples).backward()
             if last:
                 norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
@@ -105,9 +105,9 @@ def main():
         sums = torch.zeros(2, device=device)  # of the losses, and of the correct answers
         with torch.no_grad():
             for inputs, targets in test_loader:
-                inputs, targets = inputs.to(device), targets.to(device)
+                inputs, targets = inputs.to(device), targets.to(device)  # your inputs
                 with autocast:
-                    outputs = model.module(inputs)
+                    outputs = model.module(inputs)  # your inputs
                     sums[0] += F.cross_entropy(outputs, targets) * len(targets)  # your loss
                 sums[1] += (outputs.argmax(dim=1) == targets).sum()  # your metric
         dist.all_reduce(sums)

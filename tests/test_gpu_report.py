@@ -95,6 +95,7 @@ def group(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # waiting threads would take other tests' cores
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)

@@ -70,6 +70,7 @@ def test_the_command_runs(shell, fashion, tmp_path, command):
 
 
 @pytest.mark.slow("real command lines, one after the other")
+@pytest.mark.timeout(600)
 def test_the_commands_of_reference(shell, fashion):
     page = REFERENCE.replace("--device cpu", f"--device cpu {' '.join(fashion(100, 10))}")
     resumed, restarted = re.findall(r"```bash\n(.*?)```", page, re.S)
@@ -82,7 +83,7 @@ def test_the_picture_of_a_step(shell, tmp_path):
     program = (ROOT / "docs" / "step.py").read_text().replace("STEPS = 30", "STEPS = 4")
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "step.py").write_text(program)
-    shell(re.search(r"`(torchrun [^`]*docs/step.py)`", README)[1] + " step.svg")
+    shell(re.search(r"torchrun .* docs/step.py", program)[0] + " step.svg")
     labels = re.findall(r"> ?([\w ]+)</text>", (tmp_path / "step.svg").read_text())
     assert labels.count("backward") == 3 and "bucket 1" in labels  # two bars and the legend
 
