@@ -42,13 +42,13 @@ def main():
     train_set, test_set = make_data(1000, seed=1), make_data(303, seed=2)  # your data
     sampler = DistributedSampler(train_set, seed=SEED)
     batch_size, rest = divmod(GLOBAL_BATCH, world_size * ACCUMULATE)  # of a micro-batch
-    assert rest == 0, f"{GLOBAL_BATCH=} is not divisible by {world_size} ranks * {ACCUMULATE}"
+    assert rest == 0, f"set {GLOBAL_BATCH=} to a multiple of {world_size} ranks * {ACCUMULATE=}"
     full_step = ACCUMULATE * batch_size  # this rank's samples in a step
     workers = {"persistent_workers": True, "multiprocessing_context": "spawn"} if WORKERS else {}
     options = {"num_workers": WORKERS, "pin_memory": device.type == "cuda", **workers}
     train_loader = DataLoader(train_set, batch_size=batch_size, sampler=sampler, **options)
     test_shard = Subset(test_set, range(rank, len(test_set), world_size))
-    test_loader = DataLoader(test_shard, batch_size=100, **options)
+    test_loader = DataLoader(test_shard, batch_size=batch_size, **options)
     model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 2)).to(device)  # your model
     model = DDP(model)  # needs no device_ids, because the loop moves the inputs itself
     autocast = torch.autocast(device.type, torch.bfloat16)
@@ -58,8 +58,8 @@ def main():
     cosine = CosineAnnealingLR(optimizer, T_max=max(1, total_steps - WARM_UP))
     schedule = SequentialLR(optimizer, [warm_up, cosine], milestones=[WARM_UP])  # your schedule
     parts = {"model": model.module, "optimizer": optimizer, "schedule": schedule}  # of a snapshot
-    settings = {"SEED": SEED, "LR": LR, "WARM_UP": WARM_UP, "total_steps": total_steps}
-    first_epoch, epochs = 0, [None] * world_size  # epochs: the first one of each rank
+    settings = {"SEED": SEED, "EPOCHS": EPOCHS, "LR": LR, "WARM_UP": WARM_UP, "steps": total_steps}
+    first_epoch, epochs = 0, [None] * world_size  # epochs: first_epoch of each rank
     if os.path.exists(SNAPSHOT):
         snapshot = torch.load(SNAPSHOT, map_location="cpu")
         assert snapshot["settings"] == settings, f"delete {SNAPSHOT}, or set {snapshot['settings']}"
@@ -84,7 +84,7 @@ def main():
                     loss = F.cross_entropy(model(inputs), targets)  # your inputs, your loss
                 (loss * len(targets) / step_samples).backward()
             if last:
-                norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+                norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)  # your limit
                 optimizer.step()
                 lr = schedule.get_last_lr()[0]  # of this step
                 schedule.step()
@@ -100,9 +100,9 @@ def main():
                     print(f"{line} | {torch.cuda.max_memory_allocated() >> 20} MiB", flush=True)
                 start, count, loss_sum = time.perf_counter(), 0, torch.zeros((), device=device)
         model.eval()
-        for buffer in model.module.buffers():  # each rank has its own BatchNorm statistics
+        for buffer in model.module.buffers():  # BatchNorm's differ since the last forward pass
             dist.broadcast(buffer, src=0)
-        sums = torch.zeros(2, device=device)  # of the losses, and of the correct answers
+        sums = torch.zeros(2, device=device, dtype=torch.float64)  # losses, correct answers
         with torch.no_grad():
             for inputs, targets in test_loader:
                 inputs, targets = inputs.to(device), targets.to(device)  # your inputs
