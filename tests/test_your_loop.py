@@ -164,6 +164,26 @@ def test_a_real_run_evaluates_the_model_that_it_saves(tmp_path):
     assert re.findall(r"test loss (\S+)", text)[-1] == f"{loss:.4f}"
 
 
+def test_a_real_run_with_dropout_is_resumed(tmp_path):
+    """Each rank and each epoch have masks of their own, and the same ones after a resume."""
+    program = PROGRAMS[10].replace(AMP, f"{AMP}, enabled=False").replace("ReLU()", "Dropout(0.5)")
+    half = program.replace("range(first_epoch, EPOCHS)", "range(first_epoch, 2)")
+    alike = program.replace(" + rank)", ")")
+    weights = []
+    for runs in ([program], [half, program], [alike]):
+        for run in runs:
+            train(tmp_path, run, 2)
+        weights.append(load(tmp_path / "real_run.pt")["model"])
+        (tmp_path / "real_run.pt").unlink()
+    same(weights[1], weights[0])
+    with pytest.raises(AssertionError):
+        same(weights[2], weights[0])
+
+
+def test_a_warm_up_may_last_for_the_whole_run(tmp_path):
+    assert len(train(tmp_path, PROGRAMS[10].replace("WARM_UP = 20", "WARM_UP = 80"))) == 5
+
+
 def test_torchrun_restarts_it_after_a_crash(run, tmp_path, one):
     crash = """@@
 +        if epoch == 2 and rank == 0 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
@@ -204,10 +224,19 @@ def test_a_loss_over_some_targets(tmp_path):
     same(load(tmp_path / "snapshot.pt")["model"], expected)
 
 
+NONE_LEFT = """@@
++            if (epoch, step) == (1, 3):
++                targets = torch.full_like(targets, -100)
+             with contextlib.nullcontext() if last else model.no_sync():
+"""
+
+
 def test_a_loss_over_some_targets_of_accumulated_steps(tmp_path):
-    """The template with its recipe: weights and printed losses are those of one process."""
+    """The template with its recipe: weights and printed losses are those of one process. One step
+    has no targets."""
     recipe = (ROOT / "docs" / "recipes" / "padded.diff").read_text()
-    program = patched(PROGRAMS[10], recipe).replace(AMP, f"{AMP}, enabled=False")
+    data = "@@\n" + TARGETS.split("@@\n")[1]
+    program = patched(PROGRAMS[10].replace(AMP, f"{AMP}, enabled=False"), recipe + data + NONE_LEFT)
     found = []
     for processes, micro in ((1, 1), (2, 2)):
         (tmp_path / "train.py").write_text(program.replace("LATE = 1", f"LATE = {micro}"))
@@ -230,7 +259,7 @@ IN_WORKERS = """@@
 +        assert torch.utils.data.get_worker_info()
 +        return [self[index] for index in indices]
 @@
--WORKERS = 0  # processes per loader and rank: try 4 for files
+-WORKERS = 0  # spawned processes per loader and rank: try 4 for files
 +WORKERS = 1
 """
 
