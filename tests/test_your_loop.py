@@ -165,7 +165,7 @@ def test_a_real_run_evaluates_the_model_that_it_saves(tmp_path):
 
 
 def test_a_real_run_with_dropout_is_resumed(tmp_path):
-    """Each rank and each epoch have masks of their own, and the same ones after a resume."""
+    """Each rank has masks of its own, and the same ones after a resume."""
     program = PROGRAMS[10].replace(AMP, f"{AMP}, enabled=False").replace("ReLU()", "Dropout(0.5)")
     half = program.replace("range(first_epoch, EPOCHS)", "range(first_epoch, 2)")
     alike = program.replace(" + rank)", ")")
