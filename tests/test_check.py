@@ -236,7 +236,8 @@ def test_rank_0_prints_sums_that_are_right(make, monkeypatch, capsys):
 def test_a_slow_rank_of_a_users_own_copy(run, tmp_path):
     folder = tmp_path / "output-own"
     shutil.copytree(ROOT / "common", folder / "common")
-    (folder / "common" / "__init__.py").write_text("print('my own', flush=True)\n")
+    with (folder / "common" / "__init__.py").open("a") as file:  # what it imports must stay
+        file.write("print('my own', flush=True)\n")
     own = {  # in the lines marked "your"
         r"F\.cross_entropy\(": "(lambda output, targets, **_: F.mse_loss(output, targets))(",
         r"load_dataset\(.*?\)": "2 * [65 * [(torch.ones(9999).double(), torch.ones(()).double())]]",
@@ -249,8 +250,9 @@ def test_a_slow_rank_of_a_users_own_copy(run, tmp_path):
     text = re.sub(r"^def main\((.*?)\)", r"def main(\1, more=False)", text, flags=re.M)
     (folder / "my_own.py").write_text(text)
     (tmp_path / "checkpoint.pt").write_text("of an earlier run")
-    text = run(TWO, folder / "my_own.py", "--batch-size", 40, LADDER_SLOW=1)
+    text = run(TWO, folder / "my_own.py", "--batch-size", 40, LADDER_SLOW=1, LADDER_ATEXIT=1)
     assert text.count("my own\n") >= 2
+    assert len(re.findall("^Python ends: (?!.*gloo)", text, re.M)) == 3, text
     assert "\nAll-reduce | 0.08 MB |" in text and "\nEpoch | 1 steps |" in text
     assert re.search(r"^Step \| .* waiting for rank 1 1\d\d\.\d\d, all-reduce", text, re.M), text
     assert re.search(r"^Verdict \| rank 1 is slow: [34]\d\d\.\d\d ms for", text, re.M), text
