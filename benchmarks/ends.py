@@ -34,7 +34,7 @@ def train(rank: int, port: int) -> None:
     if late:
         torch.optim.Optimizer.add_param_group = add_param_group
     if "from common" in source:
-        importlib.reload(common)
+        importlib.reload(common)  # it imports torch.distributed.nn
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
     if program.name != "ddp_spawn.py":
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))

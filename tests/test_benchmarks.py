@@ -118,7 +118,7 @@ def test_the_committed_page_is_that_of_the_committed_figures():
     assert not [record for record in result["records"] if "error" in record]
 
 
-# What happens by chance to a rank whose process group is still there when Python ends: always.
+# torch may abort a rank whose process group is still there when Python ends. This always does.
 ABORT = """
 import atexit, os, pathlib
 tasks = pathlib.Path("/proc/self/task")
