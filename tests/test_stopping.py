@@ -26,7 +26,7 @@ def end(job: Job, how: str) -> tuple[int, str]:
     pid, torchrun = job.process.pid, "torchrun" in job.command[0]
     if how == "SIGKILL of rank 1":
         os.kill(job.workers()[1], signal.SIGKILL)
-        return 1, "=" * 60 if torchrun else KILLED.format(1)
+        return 1, "=====" if torchrun else KILLED.format(1)
     if how == "SIGKILL of the parent":
         os.kill(pid, signal.SIGKILL)
         return -signal.SIGKILL, ""
