@@ -353,6 +353,7 @@ def local_rank(rank, wrong):
 
 
 def limit_threads(rank, wrong, threads):
+    torch.set_num_threads(max(2, torch.get_num_threads()))  # a machine with one core has no pitfall
     alone = torch.get_num_threads()
     if not wrong:
         torch.set_num_threads(max(1, torch.get_num_threads() // 2))  # two ranks share the cores

@@ -120,9 +120,12 @@ def test_the_committed_page_is_that_of_the_committed_figures():
 
 # torch may abort a rank whose process group is still there when Python ends. This always does.
 ABORT = """
-import atexit, os, pathlib
-tasks = pathlib.Path("/proc/self/task")
-atexit.register(lambda: "gloo" in str([t.read_text() for t in tasks.glob("*/comm")]) and os.abort())
+import atexit, os, pathlib, time
+def abort():
+    time.sleep(0.2)  # Linux may list a thread for a moment after it was joined
+    if "gloo" in str([task.read_text() for task in pathlib.Path("/proc/self/task").glob("*/comm")]):
+        os.abort()
+atexit.register(abort)
 """
 
 

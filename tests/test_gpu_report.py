@@ -3,6 +3,7 @@ contestants train what they are said to, in turn, and a trace is read right."""
 
 import functools
 import re
+import shutil
 import sys
 
 import gpu
@@ -10,6 +11,7 @@ import in_turn
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.hosts import require
 from helpers.jobs import ROOT
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -153,6 +155,7 @@ def test_the_report_of_more_devices_and_of_starts(rehearse):
 
 @pytest.mark.slow("an epoch of each contestant, of which one is compiled")
 def test_the_report_of_speeds(rehearse, group):
+    require(None if shutil.which("g++") else "no C++ compiler")
     text = rehearse(speeds=functools.partial(gpu.compare, model="mlp", batch=32))
     for name in ("ddp_torchrun.py", "ddp_torchrun.py --compile", "ddp_torchrun.py before"):
         assert re.search(rf"^\| {re.escape(name)} \| [\d.]+ ", text, re.M), text

@@ -38,6 +38,7 @@ def test_what_one_rank_refuses_all_refuse(run, tmp_path, fashion):
     before, *_, after = text.split(line)
     assert text.count(line) == 2 and "Traceback" not in before and "Epoch " not in text
     torchruns = r"[WE]\d+ |Traceback|torch|Fail|Root|\[|=|-|/|\s|$"
+    torchruns += "|terminate called|Fatal|Thread|Current|Extension"  # gloo's, by chance
     assert all(re.match(torchruns, line) for line in after.splitlines()), after
 
 
@@ -48,8 +49,9 @@ def test_a_restart_goes_on_from_the_last_snapshot_and_a_report_names_the_rank(
     options = fashion(200, 10)
     train(tmp_path, "ddp_torchrun.py", 2, 2, *options, "--snapshot-path", "whole.pt")
     options = (3, *options, "--resume")
-    launch, env = TORCHRUN.format("2 --max-restarts=1"), {"LADDER_RAISE": "1:7", **OWN_STORE}
-    text = run(launch, *options, status=1, **env)
+    # torchrun looks often, or both ranks may have ended when it looks, and rank 0 be the cause.
+    launch = TORCHRUN.format("2 --max-restarts=1 --monitor-interval=0.01")
+    text = run(launch, *options, status=1, LADDER_RAISE="1:7", **OWN_STORE)
     assert text.count("No snapshot at ") == 1
     assert text.count("Resuming training from snapshot at Epoch 1\n") == 1
     assert [line["epoch"] for line in epochs(text)] == [0, 1]

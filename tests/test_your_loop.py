@@ -131,7 +131,12 @@ def test_a_real_run_stops_before_it_does_something_else(tmp_path, monkeypatch):
             "delete real_run.pt, or set {'SEED': 42, 'EPOCHS': 5, 'LR': 0.1, 'WARM_UP': 20, ",
         ),
         ("EPOCHS = 5\nGLOBAL_BATCH = 64", "EPOCHS = 10\nGLOBAL_BATCH = 128", 2, "'steps': 80}"),
-        ("", "", 3, "set GLOBAL_BATCH=64 to a multiple of 3 ranks * ACCUMULATE=1"),
+        (
+            "    batch_size, rest",
+            "    dist.barrier()  # all are connected\n    batch_size, rest",
+            3,
+            "set GLOBAL_BATCH=64 to a multiple of 3 ranks * ACCUMULATE=1",
+        ),
         (
             "if os.path.exists(SNAPSHOT)",
             "if rank == 0",

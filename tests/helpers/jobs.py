@@ -79,7 +79,7 @@ class Job:
             with contextlib.suppress(OSError):  # one that ends now
                 if self.mark.encode() in (entry / "environ").read_bytes():
                     found.append(int(entry.name))
-        return sorted(found)
+        return sorted(found, key=lambda pid: (pid - self.process.pid) % 2**22)  # they start anew
 
     def workers(self) -> list[int]:
         """The processes that mp.spawn or torchrun started, by rank."""
@@ -92,7 +92,7 @@ class Job:
                 if parent == str(self.process.pid) and b"resource_tracker import" not in program:
                     rank = re.search(rb"\0LOCAL_RANK=(\d+)", (process / "environ").read_bytes())
                     ranks.append((int(rank[1]) if rank else 0, pid))
-        return [pid for _, pid in sorted(ranks)]
+        return [pid for _, pid in sorted(ranks, key=lambda found: found[0])]
 
     def finish(self, status: int | None = 0, seconds: float = 240) -> str:
         """The whole output, once the job has ended with `status` and left no process behind."""

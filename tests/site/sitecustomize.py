@@ -61,6 +61,7 @@ if hooks and not any("resource_tracker" in word for word in sys.orig_argv):
 
         def say() -> None:
             threads = []
+            time.sleep(0.2)  # Linux may list a thread for a moment after it was joined
             for path in Path("/proc/self/task").glob("*/comm"):
                 with contextlib.suppress(OSError):  # a thread that ends at this moment
                     threads.append(path.read_text().strip())
