@@ -21,6 +21,10 @@ NAMES = [pytest.param(n, marks=SLOW) if n in ("threads", "spawn") else n for n i
 @pytest.mark.parametrize("name", NAMES)
 def test_the_program_prints_what_the_page_quotes(name):
     start_server()  # with more than the program asks for, so that other tests can use it
+    if name == "two_forwards" and torch.__version__.startswith("2.11."):
+        (message,) = re.findall("^`(one of .*)`", SECTIONS[name], re.M)
+        assert message in pitfalls.run(name)
+        return
     quoted = re.findall(r"^- (\w+): `(.*)`$", SECTIONS[name], re.M)
     assert pitfalls.run(name).splitlines() == [f"{label}: {text}" for label, text in quoted]
     labels, texts = zip(*quoted, strict=True)

@@ -124,7 +124,8 @@ def test_text_of_unequal_length(apply, monkeypatch, tmp_path):
     monkeypatch.setattr(nn.Module, "compile", compiled)
     module, trainer = apply("text", 3, "--data-dir", ".", "--batch-size", 8, "--lr", 1, "--compile")
     trainer.train(3)
-    assert graphs.frame_count == 2  # training and evaluation
+    old = torch.__version__.startswith("2.11.")  # compiles no nn.Sequential (pytorch#150915)
+    assert graphs.frame_count == (0 if old else 2)  # training and evaluation
     assert trainer._evaluate()[1] == 9
     texts, _ = module.pad(trainer.test_data.dataset)
     assert (texts == 0).any()
