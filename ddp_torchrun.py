@@ -14,7 +14,7 @@ For Slurm, see slurm/. `python ddp_torchrun.py` runs a single process, for examp
 torchrun can also restart a job that has failed, on several nodes with --rdzv_backend=c10d:
 
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-    torchrun --nproc_per_node=4 --max-restarts=3 ddp_torchrun.py 50 10 --resume
+    torchrun --standalone --nproc_per_node=4 --max-restarts=3 ddp_torchrun.py 50 10 --resume
 """
 
 import argparse
@@ -356,7 +356,7 @@ def parse_args() -> argparse.Namespace:
             parser.error("--max-restarts without --resume: a restart would begin at epoch 0")
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             error = "a restart may hang: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-            parser.error(f"{error}, and use no --master_addr or --master_port (pytorch#135712)")
+            parser.error(f"{error}, and use --standalone or --rdzv_backend=c10d (pytorch#135712)")
     count = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if args.device != "cpu" and count > torch.accelerator.device_count():
         parser.error(f"{count} processes are more than {torch.accelerator.device_count()} devices")

@@ -23,7 +23,7 @@ from common.model import build_model
 
 DDP, ELASTIC, NODES = SCRIPTS[2:], SCRIPTS[3:4], SCRIPTS[4:]
 RESTARTS = "TORCHELASTIC_MAX_RESTARTS=3"
-HANG = "a restart may hang: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and use no --master_addr"
+HANG = "a restart may hang: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and use --standalone or"
 # Scripts, what is typed (variables of the environment first, as in a shell), how the line begins.
 MISTAKES = [
     (SCRIPTS, "five", "argument total_epochs: invalid positive value: 'five'"),

@@ -215,10 +215,10 @@ def test_a_node_with_the_snapshot_of_another_run_ends_all(hosts, tmp_path, job, 
     end_alike(hosts(2), launch, options, ("--snapshot-path", other), line)
 
 
-@pytest.mark.parametrize(
-    "launch",
-    ["ddp_spawn.py", "torchrun --nproc_per_node=2 --local-addr=localhost ddp_torchrun.py"],
-)
+STANDALONE = "torchrun --standalone --nproc_per_node=2 --local-addr=localhost ddp_torchrun.py"
+
+
+@pytest.mark.parametrize("launch", ["ddp_spawn.py", STANDALONE])
 def test_two_runs_at_once_on_a_host_that_does_not_know_its_own_name(hosts, fashion, launch):
     """gloo listens on loopback there. torchrun's stores still listen on all interfaces."""
     nodes, options = hosts(1), (50, *fashion(1000, 10), "--log-interval", 1, "--snapshot-path")

@@ -27,6 +27,7 @@ def shell(tmp_path, monkeypatch):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PET_STANDALONE", "1")  # for torchrun 2.11, which has one port for all jobs
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
     return lambda command: hosts.run("bash", "-ec", command)
 

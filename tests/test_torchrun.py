@@ -17,8 +17,8 @@ OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": 1}  # for each attempt (pytor
 @pytest.mark.parametrize(
     ("more", "env", "said"),
     [
-        ("", {}, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and use no --master_addr"),
-        (" --master_port=29511", OWN_STORE, "and use no --master_addr or --master_port"),
+        ("", {}, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and use --standalone"),
+        (" --master_port=29511", OWN_STORE, "and use --standalone or --rdzv_backend=c10d"),
     ],
 )
 def test_restarts_that_may_hang_are_refused(run, tmp_path, more, env, said):
@@ -67,7 +67,7 @@ def test_a_restart_goes_on_from_the_last_snapshot_and_a_report_names_the_rank(
 def test_a_killed_rank_is_restarted_as_often_as_it_takes(start, tmp_path, fashion, rank):
     options = (4, *fashion(200, 10))
     train(tmp_path, "ddp_torchrun.py", 2, *options, "--snapshot-path", "whole.pt")
-    launch = "torchrun --nproc_per_node=2 --max-restarts=2 ddp_torchrun.py"
+    launch = TORCHRUN.format("2 --max-restarts=2")
     job = start(launch, *options, "--resume", LADDER_SLOW=0, **OWN_STORE)
     for epoch in (0, 2):
         job.wait_for(f"^Epoch {epoch} .* checkpoint saved")
