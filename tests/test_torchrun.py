@@ -49,13 +49,13 @@ def test_a_restart_goes_on_from_the_last_snapshot_and_a_report_names_the_rank(
     options = fashion(200, 10)
     train(tmp_path, "ddp_torchrun.py", 2, 2, *options, "--snapshot-path", "whole.pt")
     options = (3, *options, "--resume")
-    # torchrun looks often, or both ranks may have ended when it looks, and rank 0 be the cause.
-    launch = TORCHRUN.format("2 --max-restarts=1 --monitor-interval=0.01")
-    text = run(launch, *options, status=1, LADDER_RAISE="1:7", **OWN_STORE)
+    launch, env = TORCHRUN.format("2 --max-restarts=1"), {"LADDER_RAISE": "1:7", **OWN_STORE}
+    text = run(launch, *options, status=1, **env)
     assert text.count("No snapshot at ") == 1
     assert text.count("Resuming training from snapshot at Epoch 1\n") == 1
     assert [line["epoch"] for line in epochs(text)] == [0, 1]
     assert same_bytes(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt"))
+    assert "Root Cause (first" in text, text
     report = text.split("Root Cause (first observed failure):")[1]
     assert "rank      : 1 (local_rank: 1)" in report
     assert "ArithmeticError: the test's own error" in report
