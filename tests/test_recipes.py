@@ -268,7 +268,7 @@ def test_channels_last_and_tf32(apply, capfd, tmp_path):
         torch.set_float32_matmul_precision("highest")
     whole = load(tmp_path / "whole.pt")
     assert same_bytes(load(tmp_path / "checkpoint.pt"), whole)
-    assert difference(load(tmp_path / "plain.pt"), whole) < 1e-3  # a CPU may have TF32, too
+    assert difference(load(tmp_path / "plain.pt"), whole) < 1e-4
     assert "strides" not in capfd.readouterr().err  # DDP warns where gradients do not fit its view
 
 
