@@ -29,7 +29,7 @@ from common.seed import set_seed
 
 
 def train_epoch(model, loader, optimizer, device, epoch, args):
-    """Train on all samples once. Returns the sum of their losses."""
+    """One pass over the loader. Returns the sum of the samples' losses."""
     model.train()
     loss_sum = torch.zeros((), device=device)
     progress = tqdm(loader, leave=False, disable=None)  # None: a bar on a terminal only
@@ -71,7 +71,7 @@ def main(args):
         torch.set_num_threads(min(4, torch.get_num_threads()))  # or they slow the GPU's thread down
     torch.set_float32_matmul_precision("high")  # TF32 on a GPU: faster, and exact to three digits
 
-    set_seed(args.seed)  # first, so that a random split of the data is the same in every run
+    set_seed(args.seed)  # first, so that a random split of the data is always the same
     train_set, val_set = load_dataset(args.dataset, args.data_dir)  # your data
     sampler = RandomSampler(train_set, generator=torch.Generator())
     options = loader_options(args.device, args.num_workers)
@@ -89,7 +89,7 @@ def main(args):
 
     for epoch in range(first_epoch, args.total_epochs):
         epoch_start = time.perf_counter()
-        set_seed(args.seed, 0, epoch)  # 0 is the rank. A resumed run draws the same dropout
+        set_seed(args.seed, 0, epoch)  # so a resumed run draws the same dropout; 0 is the rank
         sampler.generator.manual_seed(args.seed + epoch)  # reshuffles
         line = f"Epoch {epoch} | Batchsize: {args.batch_size} | Steps: {len(train_loader)}"
         log(f"[{name}0] {line}")

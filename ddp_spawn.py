@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # now, because later it would keep the process group alive to the end
+import torch.distributed.nn  # before there is a group, or gloo may abort Python when it exits
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -55,7 +55,7 @@ def ddp_setup(rank, args):
 
 
 def train_epoch(model, loader, optimizer, device, epoch, args):
-    """Train on this rank's samples once. Returns the sum of their losses."""
+    """One pass over the loader. Returns the sum of the samples' losses."""
     model.train()
     loss_sum = torch.zeros((), device=device)
     hidden = True if dist.get_rank() > 0 else None  # None: a bar on a terminal only
@@ -98,7 +98,7 @@ def main(rank, args):
     name = "CPU" if device.type == "cpu" else "GPU"
     torch.set_float32_matmul_precision("high")  # TF32 on a GPU: faster, and exact to three digits
 
-    set_seed(args.seed)  # first, so that a random split of the data is the same on all ranks
+    set_seed(args.seed)  # first, so that a random split of the data is always the same
     train_set, val_set = load_dataset(args.dataset, args.data_dir)  # your data
     sampler = DistributedSampler(train_set, seed=args.seed)  # this rank's share of each epoch
     options = loader_options(args.device, args.num_workers)
@@ -117,7 +117,7 @@ def main(rank, args):
 
     for epoch in range(first_epoch, args.total_epochs):
         epoch_start = time.perf_counter()
-        set_seed(args.seed, rank, epoch)  # A resumed run draws the same dropout
+        set_seed(args.seed, rank, epoch)  # so a resumed run draws the same dropout
         sampler.set_epoch(epoch)  # reshuffles, in the same way on all ranks
         line = f"Epoch {epoch} | Batchsize: {args.batch_size} | Steps: {len(train_loader)}"
         log(f"[{name}{rank}] {line}", every_rank=True)

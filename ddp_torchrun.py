@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # now, because later it would keep the process group alive to the end
+import torch.distributed.nn  # before there is a group, or gloo may abort Python when it exits
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -58,7 +58,7 @@ def ddp_setup(args):
 
 
 def train_epoch(model, loader, optimizer, device, epoch, args, parts, done):
-    """Train on this rank's samples but the first `done`. Returns the sum of their losses."""
+    """One pass over the loader, after `done` samples. Returns the sum of the samples' losses."""
     model.train()
     loss_sum = torch.zeros((), device=device)
     samples = done + len(loader.sampler)  # of this rank, in the whole epoch
@@ -72,7 +72,7 @@ def train_epoch(model, loader, optimizer, device, epoch, args, parts, done):
         targets = targets.to(device, non_blocking=loader.pin_memory)  # your inputs: one per sample
         step_samples = min(full_step, samples - done)
         if len(targets) > min(args.batch_size, step_samples):
-            sys.exit(f"error: {len(targets)} targets in a batch of {args.batch_size} samples")
+            sys.exit(f"error: {len(targets)} targets for {args.batch_size} samples: give one each")
         last = number % args.accumulate == 0 or number == len(loader)  # micro-batch of the step
         # Only the step's last backward() sends gradients. The others just add them up.
         with contextlib.nullcontext() if last else model.no_sync():
@@ -129,7 +129,7 @@ def main(args):
     name = "CPU" if device.type == "cpu" else "GPU"
     torch.set_float32_matmul_precision("high")  # TF32 on a GPU: faster, and exact to three digits
 
-    set_seed(args.seed)  # first, so that a random split of the data is the same on all ranks
+    set_seed(args.seed)  # first, so that a random split of the data is always the same
     train_set, val_set = load_dataset(args.dataset, args.data_dir)  # your data
     sampler = DistributedSampler(train_set, seed=args.seed)  # this rank's share of each epoch
     options = loader_options(args.device, args.num_workers)
@@ -159,7 +159,7 @@ def main(args):
 
     for epoch in range(first_epoch, args.total_epochs):
         epoch_start = time.perf_counter()
-        set_seed(args.seed, rank, epoch)  # A resumed run draws the same dropout
+        set_seed(args.seed, rank, epoch)  # so a resumed run draws the same dropout
         sampler.set_epoch(epoch)  # reshuffles, in the same way on all ranks
         loader, done = train_loader, 0
         if samples_seen:  # resumed within this epoch: this rank's rest of it
@@ -215,7 +215,7 @@ def same_on_all_ranks(own):
             if name not in MAY_DIFFER and other[name] != ranks[0][name]:
                 values = f"{ranks[0][name]} on rank 0, and {other[name]} on rank {rank}"
                 dist.destroy_process_group()  # or gloo's threads may abort Python at exit
-                sys.exit(f"error: {name} is {values}: start all nodes with the same one")
+                sys.exit(f"error: {name} is {values}: it must be the same on all nodes")
 
 
 def save_snapshot(args, parts, epoch, samples_seen=0):

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # now, because later it would keep the process group alive to the end
+import torch.distributed.nn  # before there is a group, or gloo may abort Python when it exits
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -59,7 +59,7 @@ def ddp_setup(local_rank, args):
 
 
 def train_epoch(model, loader, optimizer, device, epoch, args):
-    """Train on this rank's samples once. Returns the sum of their losses."""
+    """One pass over the loader. Returns the sum of the samples' losses."""
     model.train()
     loss_sum = torch.zeros((), device=device)
     hidden = True if dist.get_rank() > 0 else None  # None: a bar on a terminal only
@@ -103,7 +103,7 @@ def main(local_rank, args):
     name = "CPU" if device.type == "cpu" else "GPU"
     torch.set_float32_matmul_precision("high")  # TF32 on a GPU: faster, and exact to three digits
 
-    set_seed(args.seed)  # first, so that a random split of the data is the same on all ranks
+    set_seed(args.seed)  # first, so that a random split of the data is always the same
     train_set, val_set = load_dataset(args.dataset, args.data_dir)  # your data
     sampler = DistributedSampler(train_set, seed=args.seed)  # this rank's share of each epoch
     options = loader_options(args.device, args.num_workers)
@@ -127,7 +127,7 @@ def main(local_rank, args):
 
     for epoch in range(first_epoch, args.total_epochs):
         epoch_start = time.perf_counter()
-        set_seed(args.seed, rank, epoch)  # A resumed run draws the same dropout
+        set_seed(args.seed, rank, epoch)  # so a resumed run draws the same dropout
         sampler.set_epoch(epoch)  # reshuffles, in the same way on all ranks
         line = f"Epoch {epoch} | Batchsize: {args.batch_size} | Steps: {len(train_loader)}"
         log(f"[{name}{rank}] {line}", every_rank=True)
@@ -165,7 +165,7 @@ def same_on_all_ranks(own):
             if name not in MAY_DIFFER and other[name] != ranks[0][name]:
                 values = f"{ranks[0][name]} on rank 0, and {other[name]} on rank {rank}"
                 dist.destroy_process_group()  # or gloo's threads may abort Python at exit
-                sys.exit(f"error: {name} is {values}: start all nodes with the same one")
+                sys.exit(f"error: {name} is {values}: it must be the same on all nodes")
 
 
 def save_snapshot(args, parts, epoch):
