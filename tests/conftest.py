@@ -85,11 +85,20 @@ def command_line(tmp_path, monkeypatch):
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: None)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "")  # ddp_torchrun.py sets them where nobody has
-        monkeypatch.delenv(name)
+    env = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    for name in env:
+        monkeypatch.delenv(name, raising=False)
+    set_here = []
 
     def command_line(script: str, *arguments: object) -> ModuleType:
+        if script == "ddp_torchrun.py" and "LOCAL_RANK" not in os.environ:  # as torchrun does
+            for name, value in {**env, "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
+                if name not in os.environ:
+                    set_here.append(name)
+                    monkeypatch.setenv(name, value)
+        elif script != "ddp_torchrun.py":
+            while set_here:
+                monkeypatch.delenv(set_here.pop())
         monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
         return importlib.import_module(script.removesuffix(".py"))
 
@@ -135,47 +144,66 @@ def pretend(command_line, monkeypatch):
 
 
 @pytest.fixture
-def make(parse, monkeypatch, tmp_path):
-    """make(script, *arguments) -> the module, and the Trainer that its main() makes: of 40 digits,
-    and 10 to test on. The process is a group of its own; nothing is trained yet. make.calls is
-    what main() did: ("train", its arguments), ..."""
+def do(parse, monkeypatch, capsys, tmp_path):
+    """do(script, *arguments) -> what its main() did, in the tests' process, which is its only rank.
+
+    It trains 40 digits, with 10 to validate. `text` is what it printed, `module` the script,
+    `model` the bare model, `passes` the arguments of each train_epoch(), `calls` what else it
+    called. To change what it does, patch the script's module first: do.module(script).
+    """
     data_parallel = sys.modules["torch.nn.parallel.data_parallel"]
     monkeypatch.setattr(data_parallel, "_get_available_device_type", lambda: None)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
-    def make(script: str, *arguments: object) -> tuple:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    def do(script: str, *arguments: object) -> SimpleNamespace:
         if "--num-workers" in arguments:
             start_server()
         module, args = parse(script, *arguments)
-        data, trainers = (make_digits(40, 0), make_digits(10, 1)), []
-        calls = make.calls = []
+        job = SimpleNamespace(module=module, args=args, passes=[], calls=[], model=None)
+        data = make_digits(40, 0), make_digits(10, 1)
 
-        def train(self: object, total_epochs: int) -> None:
-            calls.append(("train", total_epochs))
-            trainers.append(self)
+        def see(name: str, given: tuple, result: object) -> object:
+            job.calls.append((name, *given))
+            return result
+
+        def build_model(*given: object) -> torch.nn.Module:
+            job.model = own["build_model"](*given)
+            return job.model
+
+        def train_epoch(*given: object) -> torch.Tensor:
+            job.passes.append(given)
+            return own["train_epoch"](*given)
 
         def destroy() -> None:
-            held = "trainer" in sys._getframe(1).f_locals
-            calls.append(("destroy_process_group", *(["main() still has DDP"] if held else [])))
+            held = "model" in sys._getframe(1).f_locals
+            see("destroy_process_group", ("main() still has DDP",) if held else (), None)
+            own["destroy"]()
 
+        own = {name: getattr(module, name) for name in ("build_model", "train_epoch")}
+        own["destroy"] = dist.destroy_process_group
         with pytest.MonkeyPatch.context() as patch:
-            load = lambda *given: calls.append(("load_dataset", *given)) or data  # noqa: E731
-            patch.setattr(module, "load_dataset", load)
-            patch.setattr(module.Trainer, "train", train)
+            if module.load_dataset.__module__ == "common.data":  # a test may have its own
+                load = lambda *given: see("load_dataset", given, data)  # noqa: E731
+                patch.setattr(module, "load_dataset", load)
+            patch.setattr(module, "build_model", build_model)
+            patch.setattr(module, "train_epoch", train_epoch)
             patch.setattr(dist, "destroy_process_group", destroy)
-            if script in ("ddp_spawn.py", "multinode.py"):
-                args.nproc_per_node = 1  # and this process is it
-                args.init_method = f"file://{tmp_path}/output-{uuid.uuid4().hex}"
-                module.main(0, args)
-            else:  # without torchrun's @record, which takes over how this process reports a crash
-                getattr(module.main, "__wrapped__", module.main)(args)
-        return module, trainers[0]
+            try:
+                if script in ("ddp_spawn.py", "multinode.py"):
+                    args.nproc_per_node = 1  # and this process is it
+                    args.init_method = f"file://{tmp_path}/output-{uuid.uuid4().hex}"
+                    module.main(0, args)
+                else:  # without torchrun's @record, which takes over how this process crashes
+                    getattr(module.main, "__wrapped__", module.main)(args)
+            finally:
+                do.last = job
+                if dist.is_initialized():
+                    own["destroy"]()
+        job.text = capsys.readouterr().out
+        return job
 
-    yield make
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    do.module = lambda script: importlib.import_module(script.removesuffix(".py"))
+    return do
 
 
 @pytest.fixture

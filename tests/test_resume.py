@@ -11,58 +11,57 @@ from helpers.jobs import TORCHRUN, epochs, every_ddp_script, every_script
 from helpers.ranks import train
 
 
-def own_optimizer(module, monkeypatch) -> None:
-    """What a user does at the lines marked "your": a rate for each of two groups, and a schedule
-    that computes them from where they began, as warm-up does."""
-    load_train_objs = module.load_train_objs
-
-    def edited(args, *rest):
-        *objs, model, _, _ = load_train_objs(args, *rest)
-        first, *others = model.parameters()
-        groups = [{"params": [first], "lr": args.lr / 10}, {"params": others}]
-        optimizer = torch.optim.AdamW(groups, lr=args.lr)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
-        return *objs, model, optimizer, schedule
-
-    monkeypatch.setattr(module, "load_train_objs", edited)
-
-
 @every_script
-def test_one_process_with_any_optimizer_and_schedule(make, parse, monkeypatch, script):
-    """And with dropout, whose masks are the same only if they are seeded as before."""
-    own_optimizer(parse(script)[0], monkeypatch)
-    options = (script, "--batch-size", 8, "--lr", 0.001)
-    make(*options, "--snapshot-path", "whole.pt")[1].train(3)
-    make(*options)[1].train(1)
+def test_one_process_with_any_optimizer(do, monkeypatch, script):
+    """With dropout, whose masks are the same only if they are seeded as before, and with a learning
+    rate for each of two groups. The rates are this run's, because they may change."""
+
+    def own_optimizer(parameters: object, lr: float, momentum: float) -> torch.optim.Optimizer:
+        first, *others = parameters
+        return torch.optim.AdamW([{"params": [first], "lr": lr / 10}, {"params": others}], lr=lr)
+
+    monkeypatch.setattr(torch.optim, "SGD", own_optimizer)
+    options = ("--batch-size", 8, "--lr", 0.001)
+    do(script, 3, *options, "--snapshot-path", "whole.pt")
+    do(script, 1, *options)
     before = load(Path("checkpoint.pt"))
-    _, resumed = make(*options, "--resume")
-    rates = [group["lr"] for group in resumed.optimizer.param_groups]
-    assert rates == pytest.approx([0.00005, 0.0005])
-    resumed.train(3)
+    do(script, 3, *options, "--resume")
     after, whole = load(Path("checkpoint.pt")), load(Path("whole.pt"))
     assert (before["epoch"], after["epoch"]) == (1, 3)
     for name, weight in whole["model"].items():
         assert torch.equal(after["model"][name], weight)
         assert not torch.equal(before["model"][name], weight)
+    do(script, 4, "--batch-size", 8, "--lr", 0.002, "--resume")
+    rates = [group["lr"] for group in load(Path("checkpoint.pt"))["optimizer"]["param_groups"]]
+    assert rates == pytest.approx([0.0002, 0.002])
 
 
-def test_an_epoch_goes_on_in_the_middle(make, monkeypatch, capsys):
-    """The model is one without dropout, because the rest of the epoch has a seed of its own."""
-    options = ("ddp_torchrun.py", "--model", "mlp", "--batch-size", 4, "--accumulate", 2)
-    make(*options, "--snapshot-path", "whole.pt")[1].train(2)
-    expected = epochs(capsys.readouterr().out)
-    _, killed = make(*options, "--save-steps", 3)
-    save = killed._save_snapshot
-    monkeypatch.setattr(killed, "_save_snapshot", lambda: save() or 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        killed.train(2)
-    assert load(Path("checkpoint.pt"))["samples_seen"] == 24
-    _, resumed = make(*options, "--resume")
-    resumed.train(2)
-    text = capsys.readouterr().out
-    assert "Epoch 0 | Batchsize: 4 | Steps: 2\n" in text
-    for line, whole in zip(epochs(text), expected, strict=True):
-        assert line["test_loss"] == whole["test_loss"]
+def test_an_epoch_goes_on_in_the_middle(do, monkeypatch):
+    """With a schedule. The model has no dropout, because the rest of the epoch draws other masks.
+
+    An epoch has five steps. Of those of the whole run, every third is saved.
+    """
+    script, schedule = "ddp_torchrun.py", ("--warm-up", 2, "--cosine", "--clip", 0.5)
+    options = (3, "--model", "mlp", "--batch-size", 4, "--accumulate", 2, *schedule)
+    expected = epochs(do(script, *options, "--snapshot-path", "whole.pt").text)
+    module, snapshots = do.module(script), []
+    save = module.save_snapshot
+
+    def stop(*given: object) -> None:
+        save(*given)
+        snapshots.append(load(Path("checkpoint.pt")))
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(module, "save_snapshot", stop)
+    places = [(0, 24), (1, 0), (1, 8), (1, 32), (2, 0), (2, 16)]
+    for place in places:  # each save is the last thing that a process does
+        with pytest.raises(ZeroDivisionError):
+            do(script, *options, "--save-steps", 3, "--resume")
+        assert (snapshots[-1]["epoch"], snapshots[-1]["samples_seen"]) == place
+    monkeypatch.setattr(module, "save_snapshot", save)
+    text = do(script, *options, "--resume").text
+    assert "Epoch 2 | Batchsize: 4 | Steps: 3\n" in text
+    assert epochs(text)[-1]["val_loss"] == expected[-1]["val_loss"]
     assert same_bytes(load(Path("checkpoint.pt")), load(Path("whole.pt")))
 
 
@@ -81,6 +80,7 @@ def test_two_processes_end_with_the_same_bytes(tmp_path, fashion, script):
 
 
 def test_any_rung_goes_on_from_any_other_at_any_world_size(tmp_path, fashion):
+    """Also from one whose schedule has ended at a learning rate of 0."""
     data = fashion(102, 10)
     legs = [
         ("ddp_spawn.py", 2, 6),
@@ -99,22 +99,58 @@ def test_any_rung_goes_on_from_any_other_at_any_world_size(tmp_path, fashion):
     assert difference(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt")) < 1e-12
 
 
+@every_script
+def test_a_snapshot_fits_whatever_schedule_it_was_made_with(do, script):
+    do("ddp_torchrun.py", 1, "--model", "mlp", "--cosine", "--warm-up", 1, "--batch-size", 8)
+    ended = load(Path("checkpoint.pt"))["optimizer"]["param_groups"][0]["lr"]
+    assert 0 < ended < 0.002  # of 0.01, at the last step
+    schedule = ("--cosine", "--warm-up", 1) if script == "ddp_torchrun.py" else ()
+    do(script, 2, "--model", "mlp", "--batch-size", 8, "--momentum", 0.9, *schedule, "--resume")
+    if not schedule:
+        assert load(Path("checkpoint.pt"))["optimizer"]["param_groups"][0]["lr"] == 0.01
+        do("ddp_torchrun.py", 3, "--model", "mlp", "--cosine", "--resume")  # and back again
+
+
+def test_a_schedule_is_a_function_of_the_step_also_in_a_resumed_run(do, monkeypatch):
+    """On more epochs, another batch size or another --lr it falls to 0 at the new end."""
+    module, rates = do.module("ddp_torchrun.py"), []
+    step = torch.optim.SGD.step
+
+    def stepping(optimizer: torch.optim.Optimizer, *given: object) -> object:
+        rates.append(optimizer.param_groups[0]["lr"])
+        return step(optimizer, *given)
+
+    monkeypatch.setattr(torch.optim.SGD, "step", stepping)
+    schedule = ("--model", "mlp", "--warm-up", 3, "--cosine", "--lr", 0.1)
+    do("ddp_torchrun.py", 2, *schedule, "--batch-size", 8)
+    whole = [0.1 * module.lr_factor(step, 10, do.last.args) for step in range(10)]
+    assert rates == pytest.approx(whole)
+    assert rates[:4] == pytest.approx([0.1 / 3, 0.2 / 3, 0.1, 0.1]) and rates == sorted(
+        rates[:3]
+    ) + sorted(rates[3:], reverse=True)
+    rates.clear()
+    do("ddp_torchrun.py", 4, *schedule[:-1], 0.2, "--batch-size", 4, "--resume")
+    expected = [0.2 * module.lr_factor(step, 40, do.last.args) for step in range(20, 40)]
+    assert rates == pytest.approx(expected)
+
+
 def test_a_stop_in_mid_epoch_goes_on_at_any_world_size(start, tmp_path, fashion):
     """A sample that is trained twice, or never, would show. Numbers of samples that the processes
     do not divide: test_steps.py."""
     data, seen = (1, *fashion(480, 10), "--save-steps", 3), [0]
 
-    def leg(launch: str, *options: object, status: int = 0) -> None:
-        job = start(launch, *data, *options, "--resume", LADDER_SLOW=0, LADDER_DTYPE="float64")
+    def leg(processes: int, *options: object, status: int = 0) -> None:
+        env = {"LADDER_SLOW": 0, "LADDER_DTYPE": "float64"}
+        job = start(TORCHRUN.format(processes), *data, *options, "--resume", **env)
         if status:
-            job.wait_for(r"Step 3 \| Saved")
+            job.wait_for(r"Step \d+ \| Saved")
             os.kill(job.process.pid, signal.SIGTERM)
         job.finish(status)
         seen.append(load(tmp_path / "checkpoint.pt")["samples_seen"])
 
-    leg(TORCHRUN.format(3), "--batch-size", 2, "--accumulate", 2, status=1)
-    leg("ddp_torchrun.py", "--batch-size", 12, status=-signal.SIGTERM)
-    leg(TORCHRUN.format(2), "--batch-size", 6)
+    leg(3, "--batch-size", 2, "--accumulate", 2, status=1)
+    leg(1, "--batch-size", 12, status=1)
+    leg(2, "--batch-size", 6)
     assert 0 < seen[1] < seen[2] < 480 and seen[3] == 0
     options = (*data[:-2], "--batch-size", 12, "--snapshot-path", "whole.pt")
     train(tmp_path, "single_gpu.py", 1, *options, dtype="float64")

@@ -20,15 +20,14 @@ SINGLE, PARALLEL, SPAWN, TORCHRUN, NODES = SCRIPTS
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """The options of a job of two epochs, and what one process makes of it with batches of 12.
+    """The options of a job of two epochs, and what one process makes of it with batches of 24.
 
-    68 samples make five steps of 12 and one of 8, of which two ranks have 4 each, and four have 2.
-    Of the 3 test samples, taken one at a time, two ranks have 2 and 1, and one of four none.
+    84 samples make three steps of 24 and one of 12, of which three ranks have 4 each. Of the 3
+    validation samples, one of four ranks has none.
     """
     folder = tmp_path_factory.mktemp("reference")
-    data = (2, "--dataset", "fashion-mnist", "--data-dir", idx_files(folder, 68, 3))
-    options = (*data, "--test-batch-size", 1)
-    lines = epochs(train(folder, SINGLE, 1, *options, "--batch-size", 12, dtype="float64"))
+    options = (2, "--dataset", "fashion-mnist", "--data-dir", idx_files(folder, 84, 3))
+    lines = epochs(train(folder, SINGLE, 1, *options, "--batch-size", 24, dtype="float64"))
     assert lines[1]["train_loss"] < lines[0]["train_loss"]
     return options, [{**line, "rate": 0} for line in lines], load(folder / "checkpoint.pt")
 
@@ -36,22 +35,23 @@ def reference(tmp_path_factory):
 @pytest.mark.parametrize(
     ("script", "processes", "options"),
     [
-        (PARALLEL, 1, ("--batch-size", 12)),
-        (SPAWN, 2, ("--batch-size", 6)),
-        (SPAWN, 4, ("--batch-size", 3)),
-        (NODES, 2, ("--batch-size", 6)),
-        (NODES, 4, ("--batch-size", 3)),
-        (TORCHRUN, 4, ("--batch-size", 3)),
-        (TORCHRUN, 4, ("--batch-size", 1, "--accumulate", 3)),
-        (TORCHRUN, 2, ("--batch-size", 3, "--accumulate", 2)),
-        # A last micro-batch that is shorter than the others: of 2 samples, where they have 3.
-        (TORCHRUN, 1, ("--batch-size", 3, "--accumulate", 4)),
+        (PARALLEL, 1, ("--batch-size", 24)),
+        (SPAWN, 2, ("--batch-size", 12)),
+        (SPAWN, 4, ("--batch-size", 6)),
+        (NODES, 3, ("--batch-size", 8)),
+        (NODES, 4, ("--batch-size", 6)),
+        (TORCHRUN, 3, ("--batch-size", 8)),
+        (TORCHRUN, 3, ("--batch-size", 4, "--accumulate", 2)),
+        # Last micro-batches that are shorter than the others: 1 for 2, 2 for 4, 4 for 8 samples
+        (TORCHRUN, 4, ("--batch-size", 2, "--accumulate", 3)),
+        (TORCHRUN, 2, ("--batch-size", 4, "--accumulate", 3)),
+        (TORCHRUN, 1, ("--batch-size", 8, "--accumulate", 3)),
     ],
 )
 def test_the_same_steps(tmp_path, reference, script, processes, options):
     data, expected_lines, expected = reference
     text = train(tmp_path, script, processes, *data, *options, dtype="float64")
-    assert text.count("Steps: 6\n") == 2 * processes
+    assert text.count("Steps: 4\n") == 2 * processes
     assert [{**line, "rate": 0} for line in epochs(text)] == expected_lines
     assert difference(load(tmp_path / "checkpoint.pt"), expected) < 1e-12
 
@@ -67,14 +67,14 @@ def test_no_sample_is_lost_where_the_processes_do_not_divide_the_data(tmp_path, 
 def test_evaluation_is_of_the_saved_model(tmp_path, fashion, script):
     """The ranks have BatchNorm statistics of their own in training; a mix of them would show.
 
-    They have 2 and 1 test batches. That none goes through DDP is seen in test_steps.py.
+    They have 2 and 1 validation batches, so a rank that called DDP would wait for the other.
     """
-    options = (*fashion(16, 3), "--model", "resnet18", "--batch-size", 4, "--test-batch-size", 1)
+    options = (*fashion(16, 9), "--model", "resnet18", "--batch-size", 4)
     (line,) = epochs(train(tmp_path, script, 2, 1, *options, dtype="float64"))
-    _, test_set = load_dataset("fashion-mnist", str(tmp_path / "fashion"))
+    _, val_set = load_dataset("fashion-mnist", str(tmp_path / "fashion"))
     model = build_model("resnet18", (1, 28, 28)).double()
     model.load_state_dict(load(tmp_path / "checkpoint.pt")["model"])
-    source, targets = test_set.__getitems__(range(3))
+    inputs, targets = val_set.__getitems__(range(9))
     with torch.no_grad():
-        loss = torch.nn.functional.cross_entropy(model.eval()(source.double()), targets)
-    assert line["total"] == 3 and line["test_loss"] == pytest.approx(loss.item(), abs=6e-5)
+        loss = torch.nn.functional.cross_entropy(model.eval()(inputs.double()), targets)
+    assert line["total"] == 9 and line["val_loss"] == pytest.approx(loss.item(), abs=6e-5)

@@ -27,7 +27,7 @@ ALONE = ("--init-method", "file://new", "--rank", 0, "--world-size", 1)
 SPAWN2 = ("ddp_spawn.py", "--nproc-per-node", 2)
 NODE2 = ("multinode.py", *ALONE[:-1], 2, "--nproc-per-node", 2)
 EPOCH = re.compile(
-    r"^Epoch (\d+) \| Train loss: (\S+) \| Test loss: (\S+) \| "
+    r"^Epoch (\d+) \| Train loss: (\S+) \| Val loss: (\S+) \| "
     r"Accuracy: (\d+)/(\d+) \((\S+)%\) \| (\d+) samples/s$",
     re.M,
 )
@@ -127,17 +127,13 @@ def command(launch: str, *arguments: object) -> list[str]:
 
 def epochs(text: str) -> list[dict[str, float]]:
     """The epoch lines of an output."""
-    names = ("epoch", "train_loss", "test_loss", "correct", "total", "accuracy", "rate")
+    names = ("epoch", "train_loss", "val_loss", "correct", "total", "accuracy", "rate")
     return [dict(zip(names, map(float, found), strict=True)) for found in EPOCH.findall(text)]
 
 
 def losses(text: str) -> list[float]:
-    """The loss of every step, with --log-interval 1: rank 0's."""
+    """The loss of every step, with --log-interval 1."""
     return [float(loss) for loss in re.findall(r"Step \d+ \| Loss(?: of rank 0)?: (\S+)", text)]
-
-
-def inner(trainer: object) -> torch.nn.Module:
-    return getattr(trainer.model, "module", trainer.model)
 
 
 def set_up(module: ModuleType, args: argparse.Namespace, number: int = 0) -> torch.device:
