@@ -68,10 +68,10 @@ def main(args):
     device = torch.device(args.device)
     name = "CPU" if device.type == "cpu" else "GPU"
     if device.type != "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(min(4, torch.get_num_threads()))  # or they slow the GPU's thread down
+        torch.set_num_threads(min(4, torch.get_num_threads()))  # more delay the GPU's kernels
     torch.set_float32_matmul_precision("high")  # TF32 on a GPU: faster, and exact to three digits
 
-    set_seed(args.seed)  # first, so that a random split of the data is always the same
+    set_seed(args.seed)  # all processes and runs begin with the same split and weights
     train_set, val_set = load_dataset(args.dataset, args.data_dir)  # your data
     sampler = RandomSampler(train_set, generator=torch.Generator())
     options = loader_options(args.device, args.num_workers)
@@ -80,7 +80,7 @@ def main(args):
 
     model = build_model(args.model, train_set[0][0].shape).to(device)  # your model
     optimizer = torch.optim.SGD(model.parameters(), args.lr, args.momentum)  # your optimizer
-    parts = {"model": model, "optimizer": optimizer}  # of a snapshot
+    parts = {"model": model, "optimizer": optimizer}  # what a snapshot holds
     first_epoch = load_snapshot(args, parts) if args.resume else 0
     if not args.resume and os.path.exists(args.snapshot_path):
         os.replace(args.snapshot_path, f"{args.snapshot_path}.old")
@@ -89,8 +89,8 @@ def main(args):
 
     for epoch in range(first_epoch, args.total_epochs):
         epoch_start = time.perf_counter()
-        set_seed(args.seed, 0, epoch)  # so a resumed run draws the same dropout; 0 is the rank
-        sampler.generator.manual_seed(args.seed + epoch)  # reshuffles
+        set_seed(args.seed, 0, epoch)  # so a run resumed here draws the same dropout; 0 is the rank
+        sampler.generator.manual_seed(args.seed + epoch)  # reshuffles, as DistributedSampler does
         line = f"Epoch {epoch} | Batchsize: {args.batch_size} | Steps: {len(train_loader)}"
         log(f"[{name}0] {line}")
         loss_sum = train_epoch(model, train_loader, optimizer, device, epoch, args)
@@ -128,9 +128,11 @@ def load_snapshot(args, parts):
     snapshot = torch.load(path, map_location="cpu", weights_only=True)
     for name in ("dataset", "model", "momentum", "seed"):  # your settings
         saved, given = snapshot["args"].get(name), str(getattr(args, name))
-        if saved not in (None, given):
+        if saved not in (None, given):  # None: saved without this option
             sys.exit(f"error: {path} was made with {name} {saved}, not {given}")
-    # The learning rate is this run's. If parts has one of torch's schedulers, delete this line.
+    if snapshot.get("samples_seen"):
+        sys.exit(f"error: {path} was saved within an epoch: resume it with ddp_torchrun.py")
+    # Keep this run's learning rate. If parts has one of torch's schedulers, delete this line.
     snapshot["optimizer"]["param_groups"] = parts["optimizer"].state_dict()["param_groups"]
     for name, part in parts.items():
         part.load_state_dict(snapshot[name])

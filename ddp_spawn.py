@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before there is a group, or gloo may abort Python when it exits
+import torch.distributed.nn  # imported before init, or gloo may abort Python when it exits
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -49,7 +49,7 @@ def ddp_setup(rank, args):
         rank=rank,
         world_size=args.nproc_per_node,
         timeout=datetime.timedelta(seconds=args.timeout),
-        device_id=None if device.type == "cpu" else device,  # NCCL connects now, and not later
+        device_id=None if device.type == "cpu" else device,  # NCCL connects here, not later
     )
     return device
 
@@ -98,7 +98,7 @@ def main(rank, args):
     name = "CPU" if device.type == "cpu" else "GPU"
     torch.set_float32_matmul_precision("high")  # TF32 on a GPU: faster, and exact to three digits
 
-    set_seed(args.seed)  # first, so that a random split of the data is always the same
+    set_seed(args.seed)  # all processes and runs begin with the same split and weights
     train_set, val_set = load_dataset(args.dataset, args.data_dir)  # your data
     sampler = DistributedSampler(train_set, seed=args.seed)  # this rank's share of each epoch
     options = loader_options(args.device, args.num_workers)
@@ -108,16 +108,16 @@ def main(rank, args):
 
     model = build_model(args.model, train_set[0][0].shape).to(device)  # your model
     optimizer = torch.optim.SGD(model.parameters(), args.lr, args.momentum)  # your optimizer
-    parts = {"model": model, "optimizer": optimizer}  # of a snapshot
+    parts = {"model": model, "optimizer": optimizer}  # what a snapshot holds
     first_epoch = load_snapshot(args, parts) if args.resume else 0
     if rank == 0 and not args.resume and os.path.exists(args.snapshot_path):
         os.replace(args.snapshot_path, f"{args.snapshot_path}.old")
         log(f"The snapshot of an earlier run is now {args.snapshot_path}.old")
-    model = DDP(model, gradient_as_bucket_view=True)  # copies rank 0's weights to all ranks
+    model = DDP(model, gradient_as_bucket_view=True)  # copies rank 0's weights; views save memory
 
     for epoch in range(first_epoch, args.total_epochs):
         epoch_start = time.perf_counter()
-        set_seed(args.seed, rank, epoch)  # so a resumed run draws the same dropout
+        set_seed(args.seed, rank, epoch)  # so a run resumed here draws the same dropout
         sampler.set_epoch(epoch)  # reshuffles, in the same way on all ranks
         line = f"Epoch {epoch} | Batchsize: {args.batch_size} | Steps: {len(train_loader)}"
         log(f"[{name}{rank}] {line}", every_rank=True)
@@ -132,7 +132,7 @@ def main(rank, args):
         if len(val_set) > 0:  # no validation set? Then write val_set = []
             for buffer in model.buffers():  # all ranks use rank 0's BatchNorm statistics
                 dist.broadcast(buffer, src=0)
-            sums = evaluate(model.module, val_loader, device)  # DDP could wait for other ranks
+            sums = evaluate(model.module, val_loader, device)  # .module: shards may be uneven
             dist.all_reduce(sums)  # now the sums over all ranks
             val_loss, correct = sums.tolist()
             line += f" | Val loss: {val_loss / len(val_set):.4f}"
@@ -165,9 +165,11 @@ def load_snapshot(args, parts):
     snapshot = torch.load(path, map_location="cpu", weights_only=True)
     for name in ("dataset", "model", "momentum", "seed"):  # your settings
         saved, given = snapshot["args"].get(name), str(getattr(args, name))
-        if saved not in (None, given):
+        if saved not in (None, given):  # None: saved without this option
             sys.exit(f"error: {path} was made with {name} {saved}, not {given}")
-    # The learning rate is this run's. If parts has one of torch's schedulers, delete this line.
+    if snapshot.get("samples_seen"):
+        sys.exit(f"error: {path} was saved within an epoch: resume it with ddp_torchrun.py")
+    # Keep this run's learning rate. If parts has one of torch's schedulers, delete this line.
     snapshot["optimizer"]["param_groups"] = parts["optimizer"].state_dict()["param_groups"]
     for name, part in parts.items():
         part.load_state_dict(snapshot[name])
@@ -183,7 +185,8 @@ def log(line, every_rank=False):
 
 
 def default_backend(device):
-    backend = dist.get_default_backend_for_device(device)  # NCCL for CUDA, gloo for the CPU
+    """What connects processes on this device, or None if nothing does."""
+    backend = dist.get_default_backend_for_device(device)
     backend = backend if dist.is_backend_available(backend) else "gloo"  # Windows has no NCCL
     return backend if device in dist.Backend.backend_capability[backend] else None
 

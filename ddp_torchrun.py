@@ -7,8 +7,8 @@
         two nodes: on the second one the same, with --node_rank=1
 
 The global batch is --batch-size times the processes times --accumulate. On several nodes, the
-snapshot must lie on a disk that they share. For Slurm, see slurm/. torchrun can also restart a job
-that has failed, on several nodes with --rdzv_backend=c10d:
+snapshot must lie on a disk that they share. torchrun can restart a job that has failed. Without
+this variable, a restart may hang. (On several nodes, use --rdzv_backend=c10d. Slurm: see slurm/.)
 
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     torchrun --standalone --nproc_per_node=4 --max-restarts=3 ddp_torchrun.py 50 10 --resume
@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before there is a group, or gloo may abort Python when it exits
+import torch.distributed.nn  # imported before init, or gloo may abort Python when it exits
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -48,11 +48,11 @@ def ddp_setup(args):
         device = torch.device(args.device, int(os.environ["LOCAL_RANK"]))
         torch.accelerator.set_device_index(device.index)
         if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(min(4, torch.get_num_threads()))  # more slow the GPU's thread
+            torch.set_num_threads(min(4, torch.get_num_threads()))  # more delay the GPU's kernels
     dist.init_process_group(  # torchrun has set RANK, WORLD_SIZE and the address of rank 0
         args.backend,
         timeout=datetime.timedelta(seconds=args.timeout),
-        device_id=None if device.type == "cpu" else device,  # NCCL connects now, and not later
+        device_id=None if device.type == "cpu" else device,  # NCCL connects here, not later
     )
     return device
 
@@ -62,18 +62,18 @@ def train_epoch(model, loader, optimizer, device, epoch, args, parts, done):
     model.train()
     loss_sum = torch.zeros((), device=device)
     samples = done + len(loader.sampler)  # of this rank, in the whole epoch
-    full_step = args.batch_size * args.accumulate  # its samples in a step, but the epoch's last
-    steps = math.ceil(samples / full_step)
-    step = epoch * steps + done // full_step  # of the whole run
+    samples_per_step = args.batch_size * args.accumulate  # the epoch's last step may have fewer
+    steps = math.ceil(samples / samples_per_step)
+    step = epoch * steps + done // samples_per_step  # counted over the whole run
     hidden = True if dist.get_rank() > 0 else None  # None: a bar on a terminal only
     progress = tqdm(loader, leave=False, disable=hidden)
     for number, (inputs, targets) in enumerate(progress, start=1):
         inputs = inputs.to(device, non_blocking=loader.pin_memory)  # your inputs
         targets = targets.to(device, non_blocking=loader.pin_memory)  # your inputs: one per sample
-        step_samples = min(full_step, samples - done)
+        step_samples = min(samples_per_step, samples - done)
         if len(targets) > min(args.batch_size, step_samples):
             sys.exit(f"error: {len(targets)} targets for {args.batch_size} samples: give one each")
-        last = number % args.accumulate == 0 or number == len(loader)  # micro-batch of the step
+        last = number % args.accumulate == 0 or number == len(loader)  # of the step's micro-batches
         # Only the step's last backward() sends gradients. The others just add them up.
         with contextlib.nullcontext() if last else model.no_sync():
             with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):
@@ -96,8 +96,8 @@ def train_epoch(model, loader, optimizer, device, epoch, args, parts, done):
             lr = optimizer.param_groups[0]["lr"]
             log(f"Epoch {epoch} | Step {step} | Loss: {loss.item():.4f} | lr: {lr:.4g}")
         if step % args.save_steps == 0:
-            finished, rest = divmod(done, samples)  # after its last step, the epoch is finished
-            save_snapshot(args, parts, epoch + finished, rest * dist.get_world_size())
+            finished, seen = divmod(done, samples)  # after its last step, the epoch is finished
+            save_snapshot(args, parts, epoch + finished, seen * dist.get_world_size())
             log(f"Epoch {epoch} | Step {step} | Saved at {args.snapshot_path}")
     return loss_sum
 
@@ -129,7 +129,7 @@ def main(args):
     name = "CPU" if device.type == "cpu" else "GPU"
     torch.set_float32_matmul_precision("high")  # TF32 on a GPU: faster, and exact to three digits
 
-    set_seed(args.seed)  # first, so that a random split of the data is always the same
+    set_seed(args.seed)  # all processes and runs begin with the same split and weights
     train_set, val_set = load_dataset(args.dataset, args.data_dir)  # your data
     sampler = DistributedSampler(train_set, seed=args.seed)  # this rank's share of each epoch
     options = loader_options(args.device, args.num_workers)
@@ -141,12 +141,12 @@ def main(args):
     if args.sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     optimizer = torch.optim.SGD(model.parameters(), args.lr, args.momentum)  # your optimizer
-    parts = {"model": model, "optimizer": optimizer}  # of a snapshot
+    parts = {"model": model, "optimizer": optimizer}  # what a snapshot holds
     first_epoch, samples_seen = load_snapshot(args, parts) if args.resume else (0, 0)
     for group in optimizer.param_groups:
-        group["initial_lr"] = group["lr"]  # which the schedule multiplies
+        group["initial_lr"] = group["lr"]  # what lr_factor multiplies
     own = {"train_size": len(train_set), "val_size": len(val_set), "first_epoch": first_epoch}
-    if args.resume:
+    if args.resume:  # from one snapshot, or DDP would copy rank 0's weights over the difference
         weights = sum(weight.cpu().double().sum().item() for weight in model.parameters())
         own |= {"samples_seen": samples_seen, "sum of the weights": f"{weights:.9g}"}
     same_on_all_ranks(own)
@@ -155,11 +155,11 @@ def main(args):
         log(f"The snapshot of an earlier run is now {args.snapshot_path}.old")
     if args.compile:
         model.compile(dynamic=False)  # in place, so names stay; recompiled for each batch size
-    model = DDP(model, gradient_as_bucket_view=True)  # copies rank 0's weights to all ranks
+    model = DDP(model, gradient_as_bucket_view=True)  # copies rank 0's weights; views save memory
 
     for epoch in range(first_epoch, args.total_epochs):
         epoch_start = time.perf_counter()
-        set_seed(args.seed, rank, epoch)  # so a resumed run draws the same dropout
+        set_seed(args.seed, rank, epoch)  # so a run resumed here draws the same dropout
         sampler.set_epoch(epoch)  # reshuffles, in the same way on all ranks
         loader, done = train_loader, 0
         if samples_seen:  # resumed within this epoch: this rank's rest of it
@@ -167,8 +167,8 @@ def main(args):
             rest = [*sampler][done:]
             loader = DataLoader(train_set, args.batch_size, sampler=rest, **options)  # your loader
             samples_seen = 0
-        steps = math.ceil(len(loader) / args.accumulate)
-        line = f"Epoch {epoch} | Batchsize: {args.batch_size} | Steps: {steps}"
+        steps_left = math.ceil(len(loader) / args.accumulate)
+        line = f"Epoch {epoch} | Batchsize: {args.batch_size} | Steps: {steps_left}"
         log(f"[{name}{rank}] {line}", every_rank=True)
         loss_sum = train_epoch(model, loader, optimizer, device, epoch, args, parts, done)
         dist.all_reduce(loss_sum)  # now the sum over all ranks
@@ -183,7 +183,7 @@ def main(args):
             for buffer in model.buffers():  # all ranks use rank 0's BatchNorm statistics
                 dist.broadcast(buffer, src=0)
             with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):
-                sums = evaluate(model.module, val_loader, device)  # DDP could wait for other ranks
+                sums = evaluate(model.module, val_loader, device)  # .module: shards may be uneven
             dist.all_reduce(sums)  # now the sums over all ranks
             val_loss, correct = sums.tolist()
             line += f" | Val loss: {val_loss / len(val_set):.4f}"
@@ -225,14 +225,14 @@ def save_snapshot(args, parts, epoch, samples_seen=0):
     if dist.get_rank() > 0:  # all ranks have the same weights, so rank 0's are enough
         return
     snapshot = {name: part.state_dict() for name, part in parts.items()}
-    snapshot |= {"epoch": epoch, "samples_seen": samples_seen}  # by all ranks, in the next epoch
+    snapshot |= {"epoch": epoch, "samples_seen": samples_seen}  # of that epoch, by all ranks
     snapshot["args"] = {name: str(value) for name, value in vars(args).items()}
     torch.save(snapshot, f"{args.snapshot_path}.tmp")
     os.replace(f"{args.snapshot_path}.tmp", args.snapshot_path)  # a crash leaves the old or the new
 
 
 def load_snapshot(args, parts):
-    """Load the parts that --resume begins with. Returns the finished epochs, and samples since."""
+    """Load the parts that --resume begins with. Returns finished epochs, samples after them."""
     path = args.snapshot_path
     if not os.path.exists(path):
         log(f"No snapshot at {path}, starting from the beginning")
@@ -240,14 +240,14 @@ def load_snapshot(args, parts):
     snapshot = torch.load(path, map_location="cpu", weights_only=True)
     for name in ("dataset", "model", "momentum", "seed", "warm_up", "cosine"):  # your settings
         saved, given = snapshot["args"].get(name), str(getattr(args, name))
-        if saved not in (None, given):
+        if saved not in (None, given):  # None: saved without this option
             sys.exit(f"error: {path} was made with {name} {saved}, not {given}")
-    # The learning rate is this run's. If parts has one of torch's schedulers, delete this line.
+    # Keep this run's learning rate. If parts has one of torch's schedulers, delete this line.
     snapshot["optimizer"]["param_groups"] = parts["optimizer"].state_dict()["param_groups"]
     for name, part in parts.items():
         part.load_state_dict(snapshot[name])
     log(f"Resuming training from snapshot at Epoch {snapshot['epoch']}")
-    return snapshot["epoch"], snapshot.get("samples_seen", 0)  # only this script saves in an epoch
+    return snapshot["epoch"], snapshot.get("samples_seen", 0)  # the other scripts save no such
 
 
 def log(line, every_rank=False):
@@ -258,7 +258,8 @@ def log(line, every_rank=False):
 
 
 def default_backend(device):
-    backend = dist.get_default_backend_for_device(device)  # NCCL for CUDA, gloo for the CPU
+    """What connects processes on this device, or None if nothing does."""
+    backend = dist.get_default_backend_for_device(device)
     backend = backend if dist.is_backend_available(backend) else "gloo"  # Windows has no NCCL
     return backend if device in dist.Backend.backend_capability[backend] else None
 
@@ -303,7 +304,7 @@ def parse_args():
     args.model = args.model or DEFAULT_MODEL[args.dataset]  # your model
     args.backend = args.backend or default_backend(args.device)
     if "LOCAL_RANK" not in os.environ:
-        parser.error("start this script with torchrun, for example: torchrun --nproc_per_node=gpu")
+        parser.error("start it with torchrun: torchrun --nproc_per_node=gpu ddp_torchrun.py")
     path = Path(args.snapshot_path)
     if (path.exists() and not path.is_file()) or not os.access(path.parent, os.W_OK):
         parser.error(f"--snapshot-path {path}: name a file in a folder that you may write to")

@@ -2,14 +2,13 @@
 
     python multinode.py --init-method tcp://10.0.0.1:22225 --rank 0 --world-size 2     first node
     python multinode.py --init-method tcp://10.0.0.1:22225 --rank 1 --world-size 2     second node
-    python multinode.py --init-method tcp://10.0.0.1:22225 --rank 4 --world-size 8
-        --nproc-per-node 4      the second of two nodes with four GPUs each: ranks 4 to 7
-    python multinode.py --init-method file:///shared/new_file --rank 0 --world-size 2
-    MASTER_ADDR=10.0.0.1 MASTER_PORT=22225 RANK=0 WORLD_SIZE=2 python multinode.py
 
-Use ddp_torchrun.py if you can run torchrun: it is less to type, and it can restart a job. Here each
-command starts --nproc-per-node ranks, one by default, and --rank is the first of them. All meet at
-rank 0's address with any free port, or at a file on a shared disk, a new one for each run. Every
+With four GPUs on each node, add --nproc-per-node 4 --world-size 8 to both, and give the second
+--rank 4: each command starts that many ranks, and --rank is the first of them. They can also meet
+at --init-method file:///shared/new_file, or read MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE from
+the environment.
+
+Use ddp_torchrun.py if you can run torchrun: it is less to type, and it can restart a job. Every
 node needs the data. Rank 0 saves, and --resume needs its snapshot on all nodes. Anyone who can
 reach the port can join, so use a private network. To make this file yours, edit the lines marked
 "your".
@@ -25,7 +24,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before there is a group, or gloo may abort Python when it exits
+import torch.distributed.nn  # imported before init, or gloo may abort Python when it exits
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -53,7 +52,7 @@ def ddp_setup(local_rank, args):
         rank=args.rank + local_rank,
         world_size=args.world_size,
         timeout=datetime.timedelta(seconds=args.timeout),
-        device_id=None if device.type == "cpu" else device,  # NCCL connects now, and not later
+        device_id=None if device.type == "cpu" else device,  # NCCL connects here, not later
     )
     return device
 
@@ -103,7 +102,7 @@ def main(local_rank, args):
     name = "CPU" if device.type == "cpu" else "GPU"
     torch.set_float32_matmul_precision("high")  # TF32 on a GPU: faster, and exact to three digits
 
-    set_seed(args.seed)  # first, so that a random split of the data is always the same
+    set_seed(args.seed)  # all processes and runs begin with the same split and weights
     train_set, val_set = load_dataset(args.dataset, args.data_dir)  # your data
     sampler = DistributedSampler(train_set, seed=args.seed)  # this rank's share of each epoch
     options = loader_options(args.device, args.num_workers)
@@ -113,21 +112,21 @@ def main(local_rank, args):
 
     model = build_model(args.model, train_set[0][0].shape).to(device)  # your model
     optimizer = torch.optim.SGD(model.parameters(), args.lr, args.momentum)  # your optimizer
-    parts = {"model": model, "optimizer": optimizer}  # of a snapshot
+    parts = {"model": model, "optimizer": optimizer}  # what a snapshot holds
     first_epoch = load_snapshot(args, parts) if args.resume else 0
     own = {"train_size": len(train_set), "val_size": len(val_set), "first_epoch": first_epoch}
-    if args.resume:
+    if args.resume:  # from one snapshot, or DDP would copy rank 0's weights over the difference
         weights = sum(weight.cpu().double().sum().item() for weight in model.parameters())
         own |= {"sum of the weights": f"{weights:.9g}"}
     same_on_all_ranks(own)
     if rank == 0 and not args.resume and os.path.exists(args.snapshot_path):
         os.replace(args.snapshot_path, f"{args.snapshot_path}.old")
         log(f"The snapshot of an earlier run is now {args.snapshot_path}.old")
-    model = DDP(model, gradient_as_bucket_view=True)  # copies rank 0's weights to all ranks
+    model = DDP(model, gradient_as_bucket_view=True)  # copies rank 0's weights; views save memory
 
     for epoch in range(first_epoch, args.total_epochs):
         epoch_start = time.perf_counter()
-        set_seed(args.seed, rank, epoch)  # so a resumed run draws the same dropout
+        set_seed(args.seed, rank, epoch)  # so a run resumed here draws the same dropout
         sampler.set_epoch(epoch)  # reshuffles, in the same way on all ranks
         line = f"Epoch {epoch} | Batchsize: {args.batch_size} | Steps: {len(train_loader)}"
         log(f"[{name}{rank}] {line}", every_rank=True)
@@ -142,7 +141,7 @@ def main(local_rank, args):
         if len(val_set) > 0:  # no validation set? Then write val_set = []
             for buffer in model.buffers():  # all ranks use rank 0's BatchNorm statistics
                 dist.broadcast(buffer, src=0)
-            sums = evaluate(model.module, val_loader, device)  # DDP could wait for other ranks
+            sums = evaluate(model.module, val_loader, device)  # .module: shards may be uneven
             dist.all_reduce(sums)  # now the sums over all ranks
             val_loss, correct = sums.tolist()
             line += f" | Val loss: {val_loss / len(val_set):.4f}"
@@ -190,9 +189,11 @@ def load_snapshot(args, parts):
     snapshot = torch.load(path, map_location="cpu", weights_only=True)
     for name in ("dataset", "model", "momentum", "seed"):  # your settings
         saved, given = snapshot["args"].get(name), str(getattr(args, name))
-        if saved not in (None, given):
+        if saved not in (None, given):  # None: saved without this option
             sys.exit(f"error: {path} was made with {name} {saved}, not {given}")
-    # The learning rate is this run's. If parts has one of torch's schedulers, delete this line.
+    if snapshot.get("samples_seen"):
+        sys.exit(f"error: {path} was saved within an epoch: resume it with ddp_torchrun.py")
+    # Keep this run's learning rate. If parts has one of torch's schedulers, delete this line.
     snapshot["optimizer"]["param_groups"] = parts["optimizer"].state_dict()["param_groups"]
     for name, part in parts.items():
         part.load_state_dict(snapshot[name])
@@ -208,7 +209,8 @@ def log(line, every_rank=False):
 
 
 def default_backend(device):
-    backend = dist.get_default_backend_for_device(device)  # NCCL for CUDA, gloo for the CPU
+    """What connects processes on this device, or None if nothing does."""
+    backend = dist.get_default_backend_for_device(device)
     backend = backend if dist.is_backend_available(backend) else "gloo"  # Windows has no NCCL
     return backend if device in dist.Backend.backend_capability[backend] else None
 
