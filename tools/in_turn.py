@@ -1,9 +1,9 @@
-"""How long a step takes in the scripts and in what a user would write or run instead: contestants
-that train in one process, an epoch each in turn. gpu.py makes a report of it.
+"""How long a step takes in the scripts, and in what you would write or run instead. All train in
+one process, an epoch each in turn. gpu.py makes a report of it.
 
-    torchrun --nproc_per_node=4 benchmarks/in_turn.py resnet18      with all devices, as one line
+    torchrun --nproc_per_node=4 tools/in_turn.py resnet18      ddp_torchrun.py on all devices
 
-Programs take long to start, and a device is slower at times, which then is so for all of them.
+A program takes long to start, and a device is slower at times. In turn, that hits all of them.
 """
 
 import argparse
@@ -13,7 +13,6 @@ import importlib.util
 import json
 import math
 import os
-import signal
 import statistics
 import sys
 import tempfile
@@ -25,7 +24,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import peers  # noqa: E402
 import torch  # noqa: E402
@@ -34,7 +33,6 @@ import torch.nn.functional as F  # noqa: E402
 import vit  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: E402
-from torch.profiler import profile  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
 from common.data import ImageDataset  # noqa: E402
@@ -44,14 +42,17 @@ CORES = torch.get_num_threads()
 OURS = "ddp_torchrun.py"
 SHAPES = {"mlp": (1, 28, 28), "resnet18": (3, 32, 32), "vit": (3, 32, 32)}
 STEPS = {"mlp": 200, "resnet18": 40, "vit": 40}  # of an epoch
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+ALONE |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # as torchrun sets them for one process
 CHANGES = {  # what no script has an option for, while its main() runs
-    "gradient_as_bucket_view": lambda module: mock.patch.object(
-        module, "DDP", functools.partial(DDP, gradient_as_bucket_view=True)
+    "without the bucket view": lambda module: mock.patch.object(
+        module, "DDP", lambda model, **_: DDP(model)
     ),
+    "without TF32": lambda _: mock.patch.object(torch, "set_float32_matmul_precision"),
     "channels_last": lambda module: mock.patch.object(
         module, "build_model", lambda *how: build_model(*how).to(memory_format=torch.channels_last)
     ),
-    "SGD(fused=True)": lambda module: mock.patch.object(
+    "SGD(fused=True)": lambda _: mock.patch.object(
         torch.optim.SGD, "__init__", functools.partialmethod(torch.optim.SGD.__init__, fused=True)
     ),
 }
@@ -61,6 +62,10 @@ class Contestant(NamedTuple):
     epoch: Callable[[int], object]  # trains one
     threads: int
     precision: str = "highest"  # of float32 products; "high" is TF32
+
+
+class Made(Exception):
+    """main() has made all that an epoch needs."""
 
 
 def script(name: str, folder: Path = ROOT) -> ModuleType:
@@ -75,34 +80,48 @@ def script(name: str, folder: Path = ROOT) -> ModuleType:
     sys.path.pop(0)
     sys.modules.update(ours)
     module.MODELS["vit"] = vit.ViT
-    module.log = lambda *_, **__: None
+    module.log = module.save_snapshot = lambda *_, **__: None
     return module
 
 
 def contestant(module: ModuleType, data: ImageDataset, words: list, change: str = "") -> Contestant:
-    """The epochs of the Trainer that the script's main() makes with these options."""
+    """The epochs of the model, loader and optimizer that the script's main() makes."""
     made, join = [], dist.init_process_group
     once = lambda *given, **more: dist.is_initialized() or join(*given, **more)  # noqa: E731
+    old = hasattr(module, "Trainer")  # the scripts up to commit eea0a45
+    place = (module.Trainer, "train") if old else (module, "train_epoch")
+
+    def stop(*given: object) -> None:
+        made.extend(given)
+        raise Made
+
+    torch.set_float32_matmul_precision("highest")
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
+        words = [*map(str, words), "--snapshot-path", f"{folder}/none"]
         for patch in (
-            mock.patch.object(sys, "argv", [*map(str, words), "--snapshot-path", f"{folder}/none"]),
+            mock.patch.dict(os.environ, {} if "RANK" in os.environ else ALONE),
+            mock.patch.object(sys, "argv", words),
             mock.patch.object(module, "load_dataset", lambda *_: (data, data)),
-            mock.patch.object(module.Trainer, "train", lambda self, _: made.append(self)),
-            mock.patch.object(signal, "signal"),  # an older version has handlers
+            mock.patch.object(*place, stop),
             mock.patch.object(dist, "init_process_group", once),
-            mock.patch.object(dist, "destroy_process_group"),
             *([CHANGES[change](module)] if change else []),
+            contextlib.suppress(Made),
         ):
             stack.enter_context(patch)
         getattr(module.main, "__wrapped__", module.main)(module.parse_args())
 
     def epoch(number: int) -> None:
-        made[0]._run_epoch(number)
-        made[0].samples_seen = 0  # or the next epoch would have no samples left
-        made[0].unsaved_steps = 0  # or it would save
+        if old:
+            made[0].samples_seen = made[0].unsaved_steps = 0  # or it would skip samples, or save
+            made[0]._run_epoch(number)
+            return
+        model, loader, optimizer, device, _, *more = made
+        if hasattr(loader.sampler, "set_epoch"):
+            loader.sampler.set_epoch(number)
+        module.train_epoch(model, loader, optimizer, device, number, *more)
 
-    return Contestant(epoch, torch.get_num_threads())
+    return Contestant(epoch, torch.get_num_threads(), torch.get_float32_matmul_precision())
 
 
 def images(model: str, count: int) -> ImageDataset:
@@ -141,16 +160,14 @@ def contestants(
 
         return epoch
 
-    def plain(ddp: bool, **options: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def plain(ddp: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
         network = build_model(model, SHAPES[model]).to(device)
-        optimizer = torch.optim.SGD(network.parameters(), 0.01, 0.9, **options)
-        return DDP(network) if ddp else network, optimizer
+        return DDP(network) if ddp else network, torch.optim.SGD(network.parameters(), 0.01, 0.9)
 
     torchrun = script("ddp_torchrun")
     ours(OURS, torchrun)
     ours("single_gpu.py", script("single_gpu"))
     if before:
-        os.environ["LOCAL_WORLD_SIZE"] = "1"  # which some versions ask for
         for name in ("ddp_torchrun", "single_gpu"):
             ours(f"{name}.py before", script(name, before.resolve()))
     for option in ("--amp", *["--compile"] * compiles):
@@ -158,12 +175,11 @@ def contestants(
     for change in CHANGES:
         if change != "channels_last" or model == "resnet18":
             ours(OURS, torchrun, change=change)
-    found[f"{OURS}, TF32"] = found[OURS]._replace(precision="high")
     for threads in (CORES, 8, 2, 1):
         if threads <= CORES:
             single = found["single_gpu.py"]._replace(threads=threads)
             found[f"single_gpu.py, threads: {threads}"] = single
-    # What a user would write or run instead has all threads.
+    # What you would write or run instead has all threads.
     loader = DataLoader(data, batch, shuffle=True, collate_fn=tuple, pin_memory=device != "cpu")
     found["the tutorial's loop"] = Contestant(loop(plain(False), loader), CORES)
     found["the tutorial's loop, DDP"] = Contestant(loop(plain(True), loader), CORES)
@@ -171,16 +187,10 @@ def contestants(
     vars(given).update(lr=0.01, momentum=0.9, seed=42, nproc_per_node=1)
     for name, prepare in (("Fabric", peers.with_fabric), ("Accelerate", peers.with_accelerate)):
         with contextlib.suppress(ImportError), mock.patch.dict(os.environ):
-            prepared = prepare(given, loader)
-            name += ", DDP" * any(isinstance(part, DDP) for part in prepared[0].modules())
-            found[name] = Contestant(loop(prepared, None), CORES)
+            found[name] = Contestant(loop(prepare(given, loader), None), CORES)
     ready = [[part.to(device) for part in parts] for parts in loader]
-    for name, made in (
-        ("no DDP", plain(False)),
-        ("no DDP, SGD(fused=True)", plain(False, fused=True)),
-        ("DDP", plain(True)),
-    ):
-        found[f"data on the device, {name}"] = Contestant(loop(made, ready), min(4, CORES))
+    for name, ddp in (("no DDP", False), ("DDP", True)):
+        found[f"data on the device, {name}"] = Contestant(loop(plain(ddp), ready), min(4, CORES))
     return found
 
 
@@ -223,33 +233,6 @@ def table(found: dict[str, Contestant], seconds: dict, steps: int, batch: int) -
     return lines
 
 
-def traced(epoch: Callable[[int], object]) -> list[dict]:
-    """What the profiler saw of an epoch."""
-    with profile() as profiler:
-        epoch(9)
-        synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        profiler.export_chrome_trace(f"{folder}/trace.json")
-        return json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
-
-
-def shares(events: list[dict]) -> tuple[float | None, float | None]:
-    """Of a trace: for which share of the time the device computes, and of NCCL's time, the share in
-    which it does. Either is None where the profiler has seen no such work."""
-    work = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    spans = sorted((e["ts"], e["ts"] + e["dur"], "nccl" in e["name"].lower()) for e in work)
-    sends = [(start, stop) for start, stop, of_nccl in spans if of_nccl]
-    computes = hidden = end = 0.0
-    for start, stop, of_nccl in spans:
-        if not of_nccl:
-            start, end = max(start, end), max(stop, end)  # what no kernel before it has covered
-            computes += max(0.0, end - start)
-            hidden += sum(max(0.0, min(end, to) - max(start, since)) for since, to in sends)
-    whole = max(stop for _, stop, _ in spans) - spans[0][0] if spans else 0.0
-    sent = sum(stop - start for start, stop in sends)
-    return computes / whole if whole else None, hidden / sent if sent else None
-
-
 def main() -> None:
     """In each rank: the script's epochs with as many samples a rank, and with as many in all."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -266,7 +249,6 @@ def main() -> None:
         found[name] = contestant(module, data, words)
     seconds, _ = measure(found, args.rounds)
     result = {name: statistics.median(runs) / steps for name, runs in seconds.items()}
-    result["hidden"] = shares(traced(found["weak"].epoch))[1]
     if dist.get_rank() == 0:
         print(f"Seconds a step: {json.dumps(result)}", flush=True)
     del found

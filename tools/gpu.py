@@ -1,9 +1,9 @@
 """For whoever has a machine with GPUs: one command, and one report to paste into an issue.
 
-    python benchmarks/gpu.py > report.md         all parts, a quarter of an hour on one GPU
-    python benchmarks/gpu.py --part 2 3          these, each up to 8 minutes; --help lists them
-    python benchmarks/gpu.py --before DIR        also an older version of the scripts: a clone of it
-    python benchmarks/gpu.py --rehearse          with little data, also on a CPU: does it work?
+    python tools/gpu.py > report.md         all parts, a quarter of an hour on one GPU
+    python tools/gpu.py --part 2 3          these, each up to 8 minutes; --help lists them
+    python tools/gpu.py --before DIR        also an older version of the scripts: a clone of it
+    python tools/gpu.py --rehearse          with little data, also on a CPU: does it work?
 
 The report goes to stdout. What happens meanwhile goes to stderr. The status is 1 where something
 failed. It needs Linux and `pip install '.[bench,test]'`, and downloads nothing.
@@ -12,7 +12,6 @@ failed. It needs Linux and `pip install '.[bench,test]'`, and downloads nothing.
 import argparse
 import functools
 import json
-import os
 import signal
 import sys
 import tempfile
@@ -21,14 +20,15 @@ import traceback
 from pathlib import Path
 from xml.etree import ElementTree
 
-import pytest
-import run as harness
-import torch
-from helpers.files import idx_files
-from helpers.jobs import Job
-from run import HERE, ROOT, Case
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "tests")]
 
-OURS = "ddp_torchrun.py"
+import pytest  # noqa: E402
+import run as harness  # noqa: E402
+import torch  # noqa: E402
+from helpers.jobs import Job  # noqa: E402
+
 Section = tuple[list[str], bool]  # of the report: its lines, and whether all went well
 FAILURES = (Exception, pytest.fail.Exception)  # the latter of a Job that takes too long
 
@@ -43,7 +43,7 @@ def main() -> None:
     args = parser.parse_args()
     found = torch.accelerator.current_accelerator(check_available=True)
     if not found and not args.rehearse:
-        sys.exit(f"error: benchmarks/gpu.py needs a GPU, and torch finds none here: {no_gpu()}")
+        sys.exit(f"error: tools/gpu.py needs a GPU, and torch finds none here: {no_gpu()}")
     args.device = found.type if found else "cpu"
     args.count = torch.accelerator.device_count() if found else 2  # processes on a CPU
     for signum in (signal.SIGTERM, signal.SIGHUP):
@@ -86,8 +86,8 @@ def machine(args: argparse.Namespace) -> list[str]:
         rows["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     if args.before:
         rows["Before"] = f"commit {harness.commit(args.before)}"
-    rows["Command"] = f"python benchmarks/gpu.py {' '.join(sys.argv[1:])}"
-    lines = ["## Report of benchmarks/gpu.py", "", "| | |", "| --- | --- |"]
+    rows["Command"] = f"python tools/gpu.py {' '.join(sys.argv[1:])}"
+    lines = ["## Report of tools/gpu.py", "", "| | |", "| --- | --- |"]
     return [*lines, *(f"| {name} | {value} |" for name, value in rows.items())]
 
 
@@ -106,32 +106,6 @@ def tests(args: argparse.Namespace, folder: Path) -> Section:
     return [*lines, "", "```", *text.strip().splitlines()[-20:], "```"], job.process.returncode == 0
 
 
-def first_steps(args: argparse.Namespace, folder: Path) -> Section:
-    """Seconds from the command line to the first step; benchmarks/site/ tells who passes what."""
-    lines = ["| | processes | seconds | of which |", "| --- | ---: | ---: | --- |"]
-    cases = [(1, "single_gpu.py"), (1, OURS), (1, "tutorial")]
-    if args.count > 1:
-        cases += [(args.count, name) for name in ("ddp_spawn.py", OURS, "tutorial")]
-    data = idx_files(folder, 60_000, 10_000)
-    for processes, name in cases[: 1 if args.rehearse else None]:
-        case, runs = Case(32, processes, (), device=args.device), []
-        contestant = harness.CONTESTANTS[name]
-        for _ in range(1 if args.rehearse else 2):
-            env = harness.environment(contestant, case)
-            env["PYTHONPATH"] = os.pathsep.join((str(HERE / "site"), env["PYTHONPATH"]))
-            start = time.time()
-            job = Job(harness.command(contestant, case, data), folder, env)
-            text = job.finish(None, seconds=120)
-            times = json.loads(text.split("First step: ")[1].splitlines()[0])
-            begins = [start, *times.values()]
-            passed = zip(times, times.values(), begins, strict=False)
-            runs.append({part: end - begin for part, end, begin in passed})
-        best = min(runs, key=lambda run: sum(run.values()))
-        parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in best.items())
-        lines.append(f"| {name} | {processes} | {sum(best.values()):.1f} | {parts} |")
-    return [*lines, "\nThe faster one of two starts."], True
-
-
 def compare(args: argparse.Namespace, _: Path, model: str, batch: int) -> Section:
     import in_turn  # here, because it takes what the tests shall have
 
@@ -143,35 +117,28 @@ def compare(args: argparse.Namespace, _: Path, model: str, batch: int) -> Sectio
     epochs = min(map(len, (runs for name, runs in seconds.items() if name not in errors)))
     lines.append(f"\nMedians of {epochs} or more epochs of {steps} steps.")
     lines += [f"- {name}: `{error}`" for name, error in errors.items()]
-    if busy := in_turn.shares(in_turn.traced(found[OURS].epoch))[0]:
-        lines.append(f"- Under the profiler the device computes for {busy:.0%} of {OURS}'s epoch.")
     return lines, not errors
 
 
 def scaling(args: argparse.Namespace, folder: Path, model: str, batch: int) -> Section:
     """Weak: as many samples a device; strong: as many in all."""
-    lines = ["| devices | samples/s | of one's each | strong: faster | all-reduce hidden |"]
-    lines, options = [*lines, "| ---: |" + " ---: |" * 4], [model, "--batch-size", str(batch)]
+    lines = ["| devices | samples/s | of one's each | strong: faster |", "| ---: |" + " ---: |" * 3]
+    options = [model, "--batch-size", str(batch)]
     if args.rehearse:
         options, batch = [model, "--batch-size", "8", "--steps", "3", "--rounds", "1"], 8
-    twin = args.device == "cuda" and args.count == 1
     first = {}
     for count in (1, 2, 4, 8):
-        if count > max(args.count, 1 + twin):
+        if count > args.count:
             continue
         words = f"-m torch.distributed.run --standalone --nproc_per_node={count}".split()
         env = harness.CPU_ONLY if args.device == "cpu" else {}
-        env = env | ({"LADDER_TWIN": "2"} if twin and count == 2 else {})
         job = Job([sys.executable, *words, str(HERE / "in_turn.py"), *options], folder, env)
         text = job.finish(seconds=200)
         found = json.loads(text.split("Seconds a step: ")[1].splitlines()[0])
         first = first or found
         rate, weak = count * batch / found["weak"], first["weak"] / found["weak"]
-        share = "" if found["hidden"] is None else f"{found['hidden']:.0%}"
         strong = first["strong"] / found["strong"]
-        lines.append(f"| {count} | {rate:,.0f} | {weak:.2f} | {strong:.2f} | {share} |")
-    if twin:
-        lines.append("\nTwo ranks share one GPU: this shows that it works, and no speed.")
+        lines.append(f"| {count} | {rate:,.0f} | {weak:.2f} | {strong:.2f} |")
     return lines, True
 
 
@@ -180,8 +147,7 @@ PARTS = {
     2: ("MLP, batches of 32", functools.partial(compare, model="mlp", batch=32)),
     3: ("ResNet-18, batches of 256", functools.partial(compare, model="resnet18", batch=256)),
     4: ("a small transformer, batches of 32", functools.partial(compare, model="vit", batch=32)),
-    5: ("to the first step", first_steps),
-    6: ("ResNet-18 on more devices", functools.partial(scaling, model="resnet18", batch=256)),
+    5: ("ResNet-18 on more devices", functools.partial(scaling, model="resnet18", batch=256)),
 }
 
 if __name__ == "__main__":
