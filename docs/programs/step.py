@@ -1,26 +1,30 @@
 """Draw one training step on two ranks, from a torch.profiler trace of ddp_torchrun.py.
 
-    torchrun --nproc_per_node=2 docs/step.py [FILE]    writes FILE, or docs/step.svg
+    torchrun --nproc_per_node=2 docs/programs/step.py [FILE]    writes FILE, or docs/step.svg
 
 The job trains ResNet-18 on the digits, on the CPU, and takes half a minute. Of 30 traced steps,
 the picture shows the shortest of the last 15.
 """
 
+import argparse
 import functools
-import itertools
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's: without its lines for each step
 
+import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: E402
 from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
 import ddp_torchrun  # noqa: E402
+from common.data import make_digits  # noqa: E402
+from common.model import resnet18  # noqa: E402
 
 STEPS = 30
 COLORS = {
@@ -85,16 +89,30 @@ def draw(ranks: list[list[tuple[str, float, float]]], path: str) -> None:
     figure.savefig(path, metadata={"Date": None})
 
 
-def train(trainer: ddp_torchrun.Trainer, path: str) -> None:
-    steps = [
-        traced(functools.partial(trainer._run_batch, *batch, share=1.0, last=True))
-        for batch in itertools.islice(trainer.train_data, STEPS)
-    ]
-    everyone = [None] * trainer.world_size
+class OneBatch(list):
+    """What train_epoch() takes for a loader."""
+
+    pin_memory, sampler = False, range(32)
+
+
+def trace(args: argparse.Namespace, path: str) -> None:
+    device = ddp_torchrun.ddp_setup(args)
+    dataset = make_digits(32 * STEPS, dist.get_rank())
+    model = DDP(resnet18(channels=1), gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(model.parameters(), args.lr, args.momentum)
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    steps = []
+    for first in range(0, len(dataset), 32):
+        loader = OneBatch([dataset.__getitems__(range(first, first + 32))])
+        given = (model, loader, optimizer, device, 0, args, {}, 0)
+        steps.append(traced(functools.partial(ddp_torchrun.train_epoch, *given)))
+    everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, steps)
-    if trainer.rank == 0:
-        ranks = list(zip(*everyone, strict=True))[STEPS // 2 :]
-        draw(min(ranks, key=length), path)
+    if dist.get_rank() == 0:
+        draw(min([*zip(*everyone, strict=True)][STEPS // 2 :], key=length), path)
+    del model
+    dist.destroy_process_group()
 
 
 def length(ranks: list[list[tuple[str, float, float]]]) -> float:
@@ -104,8 +122,5 @@ def length(ranks: list[list[tuple[str, float, float]]]) -> float:
 
 if __name__ == "__main__":
     path = sys.argv[1] if sys.argv[1:] else str(ROOT / "docs" / "step.svg")
-    sys.argv[1:] = ["--device", "cpu", "--model", "resnet18"]
-    ddp_torchrun.Trainer.train = lambda trainer, total_epochs: train(trainer, path)
-    args = ddp_torchrun.parse_args()
-    args.snapshot_path = ""  # no file: a new run would rename the snapshot of an earlier one
-    ddp_torchrun.main(args)
+    sys.argv[1:] = ["--device", "cpu"]
+    trace(ddp_torchrun.parse_args(), path)

@@ -1,7 +1,7 @@
 """The programs of pitfalls.md, on real processes that talk through gloo on the CPU.
 
-    python docs/pitfalls.py no_sync    run this program, wrong and right, and print both outputs
-    python docs/pitfalls.py            run all, and put their outputs into pitfalls.md
+    python docs/programs/pitfalls.py no_sync    run one, wrong and right, and print both outputs
+    python docs/programs/pitfalls.py            run all, and put their outputs into pitfalls.md
 
 Each function that takes a rank is a program. `if wrong:` has the lines as they circulate, `else:`
 the remedy. So every `if` stays an `if`, and ruff is not to ask for expressions.
@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, Subset, random_split
 
-PAGE = Path(__file__).with_suffix(".md")
+PAGE = Path(__file__).parent.parent / "pitfalls.md"
 # A fork from a process that has imported torch: a tenth of a second instead of seconds a rank.
 START = "forkserver" if sys.platform == "linux" else "spawn"
 PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel"]
@@ -65,10 +65,10 @@ def set_epoch(rank, wrong):
 def split(rank, wrong):
     if not wrong:
         torch.manual_seed(42)  # the same on all ranks, and before the data are made
-    train_set, test_set = random_split(range(1000), [0.8, 0.2])
-    tested = [None, None]
-    dist.all_gather_object(tested, [*test_set])
-    print("trains on what the other rank tests:", bool({*train_set} & {*tested[1 - rank]}))
+    train_set, val_set = random_split(range(1000), [0.8, 0.2])
+    others = [None, None]
+    dist.all_gather_object(others, [*val_set])
+    print("trains on what the other rank evaluates:", bool({*train_set} & {*others[1 - rank]}))
 
 
 class Counted(list):
@@ -93,7 +93,7 @@ def peek(rank, wrong):
 
 
 def padding(rank, wrong):
-    hits = torch.tensor([1.0] + [0.0] * 9)  # ten test samples, the first of them classified rightly
+    hits = torch.tensor([1.0] + [0.0] * 9)  # of ten samples, one is classified rightly
     if wrong:
         shard = DistributedSampler(hits, shuffle=False)
     else:
@@ -192,6 +192,19 @@ def reduce(rank, wrong):
         dist.all_reduce(loss)
     loss /= dist.get_world_size()
     print(f"mean loss {loss.item()}")
+
+
+def sweep(rank, wrong):
+    lr = 0.1 if rank == 0 else 0.01  # the sweep has told only rank 0
+    if not wrong:
+        values = [lr]
+        dist.broadcast_object_list(values, src=0)
+        lr = values[0]
+    model = DDP(nn.Linear(1, 1, bias=False))
+    nn.init.ones_(model.module.weight)
+    model(torch.ones(1, 1)).mean().backward()  # the gradient is 1
+    torch.optim.SGD(model.parameters(), lr).step()
+    print(f"weight {model.module.weight.item():.2f}")
 
 
 def class_weights(rank, wrong):
@@ -333,16 +346,6 @@ def strided(rank, wrong):
     print("column", module.column.tolist())
 
 
-def world_size(rank, wrong):
-    meet = f"file://{Path('store').resolve()}"
-    if wrong:
-        batch_size = 64 // dist.get_world_size()
-    dist.init_process_group("gloo", meet, rank=rank, world_size=2)
-    if not wrong:
-        batch_size = 64 // dist.get_world_size()
-    print("batch size", batch_size)
-
-
 def local_rank(rank, wrong):
     if wrong:
         index = dist.get_rank()
@@ -467,11 +470,10 @@ def start_rank(rank: int, name: str, folder: str, wrong: tuple[bool, ...]) -> No
     node = Path(folder, f"node{rank * nodes // ranks}")
     node.mkdir(exist_ok=True)
     os.chdir(node)
-    if name != "world_size":
-        store = dist.FileStore(os.path.join(folder, "store"), ranks)
-        limit = datetime.timedelta(seconds=5 if name in HANGS and wrong[0] else SECONDS)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
-        dist.barrier()  # all are connected
+    store = dist.FileStore(os.path.join(folder, "store"), ranks)
+    limit = datetime.timedelta(seconds=5 if name in HANGS and wrong[0] else SECONDS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
+    dist.barrier()  # all are connected
     output = Path(folder, f"output{rank}")
     with output.with_suffix(".tmp").open("w") as file, contextlib.redirect_stdout(file):
         try:
@@ -519,7 +521,7 @@ def run(name: str) -> str:
 def sections(page: str) -> dict[str, str]:
     """The entries of the page, each by the name of its program."""
     entries = re.split(r"\n(?=##+ )", page)
-    names = [re.search(r"`python docs/pitfalls\.py (\w+)`", entry) for entry in entries]
+    names = [re.search(r"Program: `(\w+)`", entry) for entry in entries]
     return {name[1]: entry for name, entry in zip(names, entries, strict=True) if name}
 
 
