@@ -2,7 +2,7 @@ import os
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before init_process_group: see "The end" in docs/your_loop.md
+import torch.distributed.nn  # imported before init, or gloo may abort Python when it exits
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -23,20 +23,22 @@ def main():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    train_set, test_set = make_data(1000, seed=1), make_data(303, seed=2)
+    train_set, val_set = make_data(1000, seed=1), make_data(303, seed=2)
     sampler = DistributedSampler(train_set)
     train_loader = DataLoader(train_set, batch_size=64 // world_size, sampler=sampler)
-    test_shard = Subset(test_set, range(rank, len(test_set), world_size))
-    test_loader = DataLoader(test_shard, batch_size=100)
+    val_shard = Subset(val_set, range(rank, len(val_set), world_size))
+    val_loader = DataLoader(val_shard, batch_size=100)
     model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 2)).to(device)
-    model = DDP(model)  # needs no device_ids, because the loop moves the inputs itself
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    first_epoch = 0
-    if os.path.exists("snapshot.pt"):
-        snapshot = torch.load("snapshot.pt", map_location="cpu")
-        model.module.load_state_dict(snapshot["model"])
+    first_epoch, objects = 0, [None]
+    if rank == 0 and os.path.exists("snapshot.pt"):
+        objects = [torch.load("snapshot.pt", map_location="cpu")]
+    dist.broadcast_object_list(objects)  # all ranks resume from rank 0's snapshot
+    if snapshot := objects[0]:
+        model.load_state_dict(snapshot["model"])
         optimizer.load_state_dict(snapshot["optimizer"])
         first_epoch = snapshot["epoch"]
+    model = DDP(model)  # needs no device_ids, because the loop moves the inputs itself
     for epoch in range(first_epoch, 5):
         model.train()
         sampler.set_epoch(epoch)  # a new order in each epoch, the same in each run
@@ -49,12 +51,12 @@ def main():
         model.eval()
         correct = torch.zeros((), device=device)
         with torch.no_grad():
-            for inputs, targets in test_loader:
+            for inputs, targets in val_loader:
                 inputs, targets = inputs.to(device), targets.to(device)
                 correct += (model.module(inputs).argmax(dim=1) == targets).sum()
         dist.all_reduce(correct)
         if rank == 0:
-            print(f"epoch {epoch}: {correct:.0f} of {len(test_set)}")
+            print(f"epoch {epoch}: {correct:.0f} of {len(val_set)}")
             snapshot = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
             torch.save({**snapshot, "epoch": epoch + 1}, "snapshot.pt.tmp")
             os.replace("snapshot.pt.tmp", "snapshot.pt")  # a crash leaves the old or the new one
