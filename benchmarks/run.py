@@ -1,15 +1,18 @@
 """How fast are the scripts, beside what a user would run instead and what the machine can do?
 
-    python benchmarks/run.py                    everything; writes results.json, RESULTS.md and the
-                                                picture, here or with --out DIR there
+    python benchmarks/run.py                    everything; writes results.json and RESULTS.md,
+                                                here or with --out DIR there
     python benchmarks/run.py --cases mlp-32-2   this case only (names may have *); prints only
-    python benchmarks/run.py --before DIR       everything, and ddp_spawn.py and ddp_torchrun.py
-                                                beside an older version: DIR is a clone of it
+    python benchmarks/run.py --before DIR --cases '*before*' --seconds 3
+                                                single_gpu.py, ddp_spawn.py and ddp_torchrun.py in
+                                                ten rounds beside an older version, of which DIR is
+                                                a clone: half an hour
 
 In each round every contestant of a case runs once, through its own command line, one after the
-other, in an order drawn anew: minutes in which the machine is slow hit all of them. A contestant
-trains until its time is up and is then killed. Its first epoch is warm-up, and the median of the
-others is its rate. report.py takes ratios within a round. Keep the machine quiet meanwhile.
+other, and in the next round in reverse order: minutes in which the machine is slow hit all of them.
+A contestant trains until its time is up and is then killed. Its first epoch is warm-up, and the
+median of the others is its rate. report.py takes ratios within a round. Keep the machine quiet
+meanwhile.
 
 On Linux, with `pip install '.[bench]'`: the tests' helpers start and end the processes.
 """
@@ -19,11 +22,8 @@ import contextlib
 import datetime
 import fnmatch
 import importlib.metadata
-import itertools
-import json
 import os
 import platform
-import random
 import re
 import signal
 import socket
@@ -75,7 +75,6 @@ CONTESTANTS = {
     report.ONE: Contestant("torchrun", "ddp_torchrun.py", FRUGAL, one_thread=True, processes=1),
     "tutorial": Contestant("spawn", PEER),
     "tutorial, 1 thread": Contestant("spawn", PEER, one_thread=True),
-    "tutorial, torchrun": Contestant("torchrun", PEER),
     "Fabric": Contestant("spawn", PEER, FABRIC),
     "Accelerate": Contestant("torchrun", PEER, ACCELERATE),
     "tutorial, 1 thread, our data": Contestant("spawn", PEER, OURS, one_thread=True),
@@ -92,9 +91,7 @@ class Case:
     batch: int  # of a process
     processes: int
     contestants: tuple[str, ...]
-    close: tuple[str, ...] = ()  # who is so close to the upper bound that more rounds are needed
     rounds: int = 3
-    more_rounds: int = 0  # for those
     name: str = ""
     model: str = "mlp"
     size: int = 28  # of the images, which are grey and square
@@ -108,11 +105,6 @@ class Case:
 
 def all_cases(before: Path | None = None) -> list[Case]:
     """`before` is a folder with an older version of our scripts."""
-    if before:
-        for script, name in report.BEFORE.items():
-            program = str(before.resolve() / script)
-            CONTESTANTS[name] = replace(CONTESTANTS[script], program=program)
-    older = tuple(report.BEFORE.values()) if before else ()
     peers = ("tutorial", "tutorial, 1 thread", "Fabric", "Accelerate")
     on_our_data = ("tutorial, 1 thread, our data", "Fabric, our data", "Accelerate, our data")
     ours = ("ddp_spawn.py", "ddp_torchrun.py")
@@ -123,8 +115,14 @@ def all_cases(before: Path | None = None) -> list[Case]:
         cases.append(Case(batch, 1, one))
         frugal = ("ddp_torchrun.py --accumulate 8", report.ONE, f"{report.TOGETHER} --accumulate 8")
         cases.append(Case(batch, 2, frugal, name="accumulate"))
-        two = (*ours, "multinode.py", *peers, *on_our_data, *report.BOUNDS, *older)
-        cases.append(Case(batch, 2, two, ("ddp_torchrun.py", report.TOGETHER), more_rounds=45))
+        cases.append(Case(batch, 2, (*ours, "multinode.py", *peers, *on_our_data, *report.BOUNDS)))
+        for script in ("single_gpu.py", *ours) if before else ():
+            older = f"{script} before"
+            program = str(before.resolve() / script)
+            CONTESTANTS[older] = replace(CONTESTANTS[script], program=program)
+            count = 1 if script == "single_gpu.py" else 2
+            name = f"before-{Path(script).stem}"
+            cases.append(Case(batch, count, (script, older), rounds=10, name=name))
     return cases
 
 
@@ -191,44 +189,12 @@ def run_one(case: Case, name: str, number: int, data: Path, **limits: float) -> 
     return {"case": case.key, "contestant": name, "round": number, **record}
 
 
-def shuffled(case: Case, names: tuple[str, ...], number: int) -> list[str]:
-    """Who runs when, and after whom, should not matter; the same order in every run of this."""
-    return random.Random(f"{case.key} {number}").sample(names, len(names))
-
-
 def run_case(case: Case, data: Path, seconds: float) -> list[dict]:
     records = []
-    for number in range(case.rounds + case.more_rounds):
-        names = case.contestants if number < case.rounds else case.close
-        for name in shuffled(case, names, number):
+    for number in range(case.rounds):
+        for name in case.contestants[:: -1 if number % 2 else 1]:
             records.append(run_one(case, name, number, data, seconds=seconds))
     return sorted(records, key=lambda r: (r["round"], case.contestants.index(r["contestant"])))
-
-
-def first_steps(data: Path, rounds: int) -> list[dict]:
-    """Seconds from the command line to the first optimizer step, ours and the tutorial's in turn.
-
-    site/sitecustomize.py tells when rank 0 passes what.
-    """
-    records = []
-    for number, (processes, *names) in itertools.product(range(rounds), report.FIRST_STEPS):
-        case = Case(32, processes, tuple(names), name="first step")
-        for name in shuffled(case, case.contestants, number):
-            words = command(CONTESTANTS[name], case, data)
-            env = environment(CONTESTANTS[name], case)
-            env["PYTHONPATH"] = os.pathsep.join((str(HERE / "site"), env["PYTHONPATH"]))
-            env = {key: value for key, value in {**os.environ, **env}.items() if value}
-            with tempfile.TemporaryDirectory() as folder:
-                start = time.time()
-                text = subprocess.check_output(words, cwd=folder, env=env, text=True, timeout=120)
-            times = json.loads(text.split("First step: ")[1].splitlines()[0])
-            passed = itertools.pairwise([start, *times.values()])
-            spent = [round(end - begin, 3) for begin, end in passed]
-            record = {"processes": processes, "contestant": name, "round": number}
-            record["seconds"] = dict(zip(times, spent, strict=True))
-            print(f"  {record}", file=sys.stderr, flush=True)
-            records.append(record)
-    return records
 
 
 def commit(folder: Path) -> str:
@@ -252,7 +218,7 @@ def machine() -> dict[str, str]:
         "System": f"{platform.system()} {platform.release().split('-')[0]} {platform.machine()}",
         "Versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "Source": f"commit {commit(ROOT)}",
-        "Date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "Date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC",
         "Load before": f"{os.getloadavg()[0]:.2f} (1 minute)",
     }
 
@@ -261,17 +227,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cases", nargs="+", metavar="NAME", default=["*"], help="only these")
     parser.add_argument("--seconds", type=float, default=5, help="of a run, after warm-up")
-    parser.add_argument("--starts", type=int, default=10, help="rounds of the first steps")
+    parser.add_argument("--rounds", type=int, help="of each case")
     parser.add_argument("--before", type=Path, help="a clone of an older version, to run beside")
     parser.add_argument("--out", type=Path, help="folder for what is written")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # and clean up on the way
     cases = {case.key: case for case in all_cases(args.before)}
-    keys = [*cases, "first-steps"]
-    wanted = [key for key in keys if any(fnmatch.fnmatch(key, name) for name in args.cases)]
+    wanted = [key for key in cases if any(fnmatch.fnmatch(key, name) for name in args.cases)]
     if not wanted:
-        sys.exit(f"no such case; there are {', '.join(keys)}")
-    out = args.out or (HERE if wanted == keys else None)
+        sys.exit(f"no such case; there are {', '.join(cases)}")
+    out = args.out or (HERE if wanted == [*cases] else None)
     start = time.monotonic()
     result = {"machine": machine(), "seconds": args.seconds, "records": []}
     if args.before:
@@ -279,17 +244,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for number, key in enumerate(wanted, start=1):
             print(f"[{number} of {len(wanted)}] {key}", flush=True)
-            if case := cases.get(key):
-                data = idx_files(Path(folder, key), case.samples, 2_000, size=case.size)
-                result["records"] += run_case(case, data, args.seconds)
-            else:
-                data = idx_files(Path(folder, key), 60_000, 10_000)
-                result["first steps"] = first_steps(data, args.starts)
+            case = cases[key]
+            case = replace(case, rounds=args.rounds or case.rounds)
+            data = idx_files(Path(folder, key), case.samples, 2_000, size=case.size)
+            result["records"] += run_case(case, data, args.seconds)
             result["minutes"] = (time.monotonic() - start) / 60
             if out:  # after each case, because an hour may be cut short
                 out.mkdir(parents=True, exist_ok=True)
                 report.write(result, out)
-    tables = (report.table, report.odd_ones, report.targets, report.first_steps)
+    tables = (report.table, report.changed, report.odd_ones)
     print("\n".join(line for table in tables for line in table(result)))
     if failed := [f"{r['case']}: {r['contestant']}" for r in result["records"] if "error" in r]:
         sys.exit(f"failed: {', '.join(failed)}")
