@@ -1,4 +1,4 @@
-"""README, the Chinese pages, docs/steps.md, reference.md and errors.md fit scripts and tests."""
+"""README, its Chinese page and docs/ fit the scripts and the tests."""
 
 import difflib
 import itertools
@@ -11,11 +11,12 @@ import torch
 from helpers import hosts
 from helpers.jobs import ROOT, SCRIPTS, epochs
 from torch.distributed.run import get_args_parser
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from common.loader import worker_options
+from common.loader import loader_options
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")])
+CODE = "".join((ROOT / script).read_text() for script in SCRIPTS)
 README, REFERENCE = ((ROOT / page).read_text() for page in ("README.md", "docs/reference.md"))
 FENCE = re.compile(r"^```.*?^```$", re.M | re.S)
 
@@ -43,16 +44,12 @@ LAUNCH = "python -m torch.distributed.launch --nproc_per_node=2 ddp_torchrun.py"
 COMMANDS = [*(row[-1].strip("`").removesuffix(" 50 10") for row in PROGRAMS), LAUNCH]
 
 
-def test_the_table_of_programs():
+def test_the_table_of_programs_and_the_commands_for_two_nodes():
     named = [re.search(r"\((.*?\.py)\)", program)[1] for _, program, *_ in PROGRAMS]
     assert {*SCRIPTS} < {*named} and len(named) == len({*named})
     for name, (_, _, lines, minutes, _, command) in zip(named, PROGRAMS, strict=True):
         assert f" {name}" in command and int(minutes) > 0
         assert int(lines) == len((ROOT / name).read_text().splitlines()), name
-
-
-def test_the_commands_for_two_nodes():
-    """Other tests run them: test_multinode.py and test_slurm.py."""
     first, second = re.findall(r"^torchrun .*--node_rank.*?(?=  )", README, re.M)
     assert second == first.replace("--node_rank=0", "--node_rank=1")
 
@@ -81,30 +78,29 @@ def test_the_commands_of_reference(shell, fashion):
 
 @pytest.mark.slow("traces a ResNet-18")
 def test_the_picture_of_a_step(shell, tmp_path):
-    program = (ROOT / "docs" / "step.py").read_text().replace("STEPS = 30", "STEPS = 4")
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "step.py").write_text(program)
-    shell(re.search(r"torchrun .* docs/step.py", program)[0] + " step.svg")
+    folder = tmp_path / "docs" / "programs"
+    folder.mkdir(parents=True)
+    program = (ROOT / "docs/programs/step.py").read_text()
+    (folder / "step.py").write_text(program.replace("STEPS = 30", "STEPS = 4"))
+    shell(re.search(r"torchrun .*?/step.py", program)[0] + " step.svg")
     labels = re.findall(r"> ?([\w ]+)</text>", (tmp_path / "step.svg").read_text())
     assert labels.count("backward") == 3 and "bucket 1" in labels  # two bars and the legend
 
 
 def places(text: str) -> list[str]:
-    """The function of each line, with its class."""
-    found, place = [], {0: "the imports"}
-    for line in text.splitlines():
-        if named := re.match(r"( *)(?:(?:def|class) (\w+)|if (?=__name__))", line):
-            depth = len(named[1])
-            place = {d: name for d, name in place.items() if d < depth}
-            place[depth] = named[2] or "the main guard"
-        found.append(".".join(place.values()))
+    """The function of each line; "" for a constant, which stands between two of them."""
+    found = []
+    for part in text.split("\n\n\n"):
+        name = re.search(r"^def (\w+)", part, re.M)
+        other = "the main guard" if "__name__" in part else "" if found else "the imports"
+        found += [name[1] if name else other] * (part.count("\n") + 3)
     return found
 
 
 def test_the_lines_that_steps_quotes_are_in_the_diffs():
-    """Without a line of `@@` between them, they are near to each other, and in this order."""
+    """Below a line of `@@`, they are in the function that it names."""
     _, *sections = (ROOT / "docs" / "steps.md").read_text().split("\n## ")
-    assert len(sections) == len(SCRIPTS) - 1
+    assert len(sections) == len(SCRIPTS) - 1 and min(s.count("```diff") for s in sections) > 2
     for section in sections:
         scripts = re.findall(r"`(\w+\.py)`", section.splitlines()[0])
         old, new = ((ROOT / script).read_text() for script in scripts)
@@ -112,21 +108,17 @@ def test_the_lines_that_steps_quotes_are_in_the_diffs():
         changes = []  # each line of both scripts, and its function
         diff = difflib.unified_diff(old.splitlines(), new.splitlines(), n=10_000, lineterm="")
         for line in [*diff][3:]:
-            named = {next(where[sign]) for sign in line[0].replace(" ", "-+")}
-            changes.append((line[0] + line[1:].strip(), named))
-        blocks = re.findall(r"```diff\n(.*?)```", section, re.S)
-        assert len(blocks) > 2
-        for block in blocks:
-            near = range(len(changes))
+            for sign in line[0].replace(" ", "-+"):
+                changes.append((line[0] + line[1:].strip(), next(where[sign])))
+        for block in re.findall(r"```diff\n(.*?)```", section, re.S):
+            function = None
             for line in block.splitlines():
                 if line.startswith("@@ "):
-                    near, function = range(len(changes)), line[3:]
-                    continue
-                quoted = line[0] + line[1:].strip()
-                (at, *_) = [n for n in near if changes[n][0] == quoted] or [None]
-                assert at is not None, f"{scripts[1]} has not this line, or not here: {line}"
-                assert "\n@@" not in f"\n{block}" or function in changes[at][1], (function, line)
-                near = range(at + 1, min(at + 6, len(changes)))
+                    function = line[3:]
+                else:
+                    quoted = line[0] + line[1:].strip()
+                    found = {place for change, place in changes if change == quoted}
+                    assert found and (not function or {function, ""} & found), (function, line)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -142,46 +134,35 @@ def test_the_options_of_reference_and_of_the_docstring(script):
     assert {*re.findall(r"--[a-z][\w-]+", docstring)} <= has | torchruns | {"--help"}
 
 
-class Epochs(Dataset):
-    def __init__(self):
-        self.epoch = torch.zeros(1, dtype=torch.long).share_memory_()
-        self.plain = 0
-
-    def __len__(self):
-        return 1
-
+class Epochs(list):
     def __getitem__(self, index):
-        return int(self.epoch), self.plain
+        return int(self.epoch)
 
 
 @pytest.mark.slow("starts a loader's worker, which imports torch")
 def test_workers_see_an_epoch_in_the_tensor_that_reference_shows():
-    data, seen = Epochs(), []
-    assert "torch.zeros(1,dtype=torch.long).share_memory_()" in re.sub(r"\s", "", REFERENCE)
-    loader = DataLoader(data, **worker_options(1))
+    assert "self.epoch = torch.zeros(1, dtype=torch.long).share_memory_()" in REFERENCE
+    data = Epochs([None])
+    data.epoch = torch.zeros(1, dtype=torch.long).share_memory_()
+    loader = DataLoader(data, **loader_options("cpu", 1))
     for epoch in range(2):
         data.epoch.fill_(epoch)
-        data.plain = epoch
-        seen += [[value.item() for value in values] for values in loader]
-    assert seen == [[0, 0], [1, 0]]  # the plain number stays what it was when the worker started
+        assert [int(batch) for batch in loader] == [epoch]
 
 
 def test_what_may_be_deleted_is_there():
     for construct, scripts, *_ in table(REFERENCE, "construct"):
         for script in SCRIPTS:
             if (script in scripts) != scripts.startswith("all"):
-                text = (ROOT / script).read_text()
                 for piece in re.findall(r"(?<!write )`([^`]+)`", construct):
-                    assert piece in text, f"{piece} is not in {script}"
+                    assert piece in (ROOT / script).read_text(), f"{piece} is not in {script}"
 
 
 def test_every_mark_is_in_the_table_and_in_the_list_of_make_it_yours():
-    marks = {
-        *re.findall(r"# ((?:load )?your \w+)", "".join((ROOT / s).read_text() for s in SCRIPTS))
-    }
+    marks = {*re.findall(r"# (your \w+)", CODE)}
     assert {mark.strip("`") for mark, _ in table(REFERENCE, "mark")} == marks
     section = README.split("\n## Make it yours\n")[1].split("\n## ")[0]
-    assert {*re.findall(r"`((?:load )?your \w+)`", section)} == marks
+    assert {*re.findall(r"`(your \w+)`", section)} == marks
 
 
 def test_every_promise_names_tests_that_exist():
@@ -199,59 +180,41 @@ def slugs(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page):
-    for link in re.findall(r"\]\((?!https?://)([^)\s]+)\)", FENCE.sub("", page.read_text())):
+def test_links_lead_somewhere_and_lines_are_what_they_seem(page):
+    text = FENCE.sub("", page.read_text())
+    for link in re.findall(r"\]\((?!https?://)([^)\s]+)\)", text):
         name, _, anchor = link.partition("#")
         target = page.parent / name if name else page
         assert target.exists(), link
         assert not anchor or anchor in slugs(target), link
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_no_line_of_a_paragraph_becomes_a_list(page):
-    """As `16\\n+ 4` does, where a sentence was wrapped."""
-    lines = FENCE.sub("", page.read_text()).splitlines()
-    for before, line in itertools.pairwise(lines):
-        if re.match(r"[-+*] |1\. ", line):
+    for before, line in itertools.pairwise(text.splitlines()):
+        if re.match(r"[-+*] |1\. ", line):  # not a list because a sentence was wrapped at `+ 4`
             assert re.match(r"$| |<|[-+*] |1\. ", before), line
 
 
-def test_the_messages_of_the_scripts_that_are_explained_are_theirs():
-    """Each with the piece of a script that prints it."""
-    code = "".join((ROOT / script).read_text() for script in SCRIPTS)
-    pages = README + (ROOT / "docs" / "errors.md").read_text()
-    for message, piece in {
-        "a restart may hang": 'error = "a restart may hang',
-        "checkpoint.pt was made with --lr 0.01, not 0.1": "was made with --{name} {saved}, not",
-        "is now checkpoint.pt.old": "is now {args.snapshot_path}.old",
-        "lr is 0.01 on rank 0, and 0.1 on rank 1": " on rank 0, and {other[name]} on rank {rank}",
-        "processes are more than 1 devices": " processes are more than {",
-        "rank 0 of 1": "[rank {dist.get_rank()} of {dist.get_world_size()}]",
-        "snapshot's epoch is 3 on rank 0, and 0 on rank 1": 'loaded = {"snapshot\'s epoch": self',
-        "train_size is 1200 on rank 0, and 1000 on rank 1": 'compare_ranks({"train_size": len(',
-        "weights are NaN or infinite": "error: weights are NaN or infinite",
-        "WORLD_SIZE is 2: use torchrun": "WORLD_SIZE is {os.environ['WORLD_SIZE']}: use torchrun",
-    }.items():
-        assert f"`{message}" in pages and piece in code, message
+def test_messages_are_those_of_the_scripts_and_each_stands_in_one_table():
+    fails = README.split("\n## When it fails\n")[1].split("\n## ")[0]
+    pages = [fails, *((ROOT / "docs" / page).read_text() for page in ("errors.md", "multinode.md"))]
+    cells = [" ".join(re.findall(r"^\| ([^|]*) \|", page, re.M)) for page in pages]
+    for one, other in itertools.combinations([{*re.findall("`[^`]+`", c)} for c in cells], 2):
+        assert len(one) > 5 and not one & other
+    pieces = (
+        "samples: give one each|a restart may hang|was made with|was saved within an epoch|.old|"
+        "processes need as many devices|start it with torchrun|[rank |weights are NaN or infinite|"
+        "snapshot's epoch|snapshot's weights|train_size|on rank 0, and|: use torchrun with ddp_"
+    )
+    for piece in pieces.split("|"):
+        assert piece in "".join(cells) and piece in CODE, piece
 
 
-CHINESE = sorted(page.name.split(".")[0] for page in PAGES if ".zh-CN." in page.name)
-
-
-@pytest.mark.parametrize("name", CHINESE)
-def test_a_chinese_page_has_the_same_code_links_and_numbers(name):
-    """In each section, but in any order. README's Chinese page ends before "When it fails"."""
-    english, chinese = [], []
-    for language, found in (("", english), (".zh-CN", chinese)):
-        (page,) = [page for page in PAGES if page.name == f"{name}{language}.md"]
-        text = page.read_text().replace(".zh-CN.md", ".md").replace("](README.md#", "](#")
+def test_the_chinese_page_has_the_same_code_links_and_numbers():
+    """In each section, but in any order. It ends before "When it fails"."""
+    found = []
+    for text in (README, (ROOT / "README.zh-CN.md").read_text()):
+        text = text.replace(".zh-CN.md", ".md").replace("](README.md#", "](#")
         text = re.sub(r"(\]\(|README.md|your_loop.md)#[^)]*", r"\1", text)  # translated headings
+        code = re.compile(r"`[^`]+`|\]\([^)]*\)|\d+(?:[.,]\d+)*%?")
         sections = FENCE.sub("", text).split("\n## ")
-        for section in sections:
-            found.append(sorted(re.findall(r"`[^`]+`|\]\([^)]*\)|\d+(?:[.,]\d+)*%?", section)))
-        found.insert(0, FENCE.findall(text))
-    if name == "README":
-        chinese.pop()
-        assert len(chinese) > 6
-        english = english[: len(chinese)]
-    assert english == chinese
+        found.append([FENCE.findall(text), *(sorted(code.findall(part)) for part in sections)])
+    english, chinese = found
+    assert len(chinese) > 7 and chinese[:-1] == english[: len(chinese) - 1]
