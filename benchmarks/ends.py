@@ -9,7 +9,6 @@ trains a few steps by the program's own code, and then ends as every Python prog
 
 import collections
 import gc
-import importlib
 import os
 import shutil
 import signal
@@ -33,8 +32,6 @@ def train(rank: int, port: int) -> None:
     signal.alarm(60)
     if late:
         torch.optim.Optimizer.add_param_group = add_param_group
-    if "from common" in source:
-        importlib.reload(common)  # it imports torch.distributed.nn
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
     if program.name != "ddp_spawn.py":
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
@@ -62,7 +59,7 @@ sys.argv[1:] = ["1", "--model", "mlp", "--batch-size", "10", "--device", "cpu"]
 data = common.data.make_digits(40, 0), common.data.make_digits(10, 1)
 common.data.load_dataset = lambda *_: data
 # torch imports this, too, when an optimizer is made, and its functions keep the process group that
-# is there by then. So each rank imports it anew, at that moment or with the folder common/.
+# is there by then. So each rank imports it anew, at that moment or where the program does.
 late = sys.modules.pop("torch.distributed.nn", None)
 sys.modules.pop("torch.distributed.nn.functional", None)
 original = torch.optim.Optimizer.add_param_group
