@@ -82,9 +82,9 @@ def train_epoch(model, loader, optimizer, device, epoch, args, parts, done):
         loss_sum += loss.detach() * len(targets)
         if not last:
             continue
-        if args.clip:
+        if args.clip > 0:
             nn.utils.clip_grad_norm_(model.parameters(), args.clip)
-        for group in optimizer.param_groups:
+        for group in optimizer.param_groups:  # your schedule
             group["lr"] = group["initial_lr"] * lr_factor(step, args.total_epochs * steps, args)
         optimizer.step()
         optimizer.zero_grad()
@@ -143,12 +143,12 @@ def main(args):
     optimizer = torch.optim.SGD(model.parameters(), args.lr, args.momentum)  # your optimizer
     parts = {"model": model, "optimizer": optimizer}  # what a snapshot holds
     first_epoch, samples_seen = load_snapshot(args, parts) if args.resume else (0, 0)
-    for group in optimizer.param_groups:
+    for group in optimizer.param_groups:  # your schedule
         group["initial_lr"] = group["lr"]  # what lr_factor multiplies
-    own = {"train_size": len(train_set), "val_size": len(val_set), "first_epoch": first_epoch}
+    own = {"train_size": len(train_set), "val_size": len(val_set), "snapshot's epoch": first_epoch}
     if args.resume:  # from one snapshot, or DDP would copy rank 0's weights over the difference
         weights = sum(weight.cpu().double().sum().item() for weight in model.parameters())
-        own |= {"samples_seen": samples_seen, "sum of the weights": f"{weights:.9g}"}
+        own |= {"snapshot's samples_seen": samples_seen, "snapshot's weights": f"sum {weights:.9g}"}
     same_on_all_ranks(own)
     if rank == 0 and not args.resume and os.path.exists(args.snapshot_path):
         os.replace(args.snapshot_path, f"{args.snapshot_path}.old")
@@ -162,7 +162,8 @@ def main(args):
         set_seed(args.seed, rank, epoch)  # so a run resumed here draws the same dropout
         sampler.set_epoch(epoch)  # reshuffles, in the same way on all ranks
         loader, done = train_loader, 0
-        if samples_seen:  # resumed within this epoch: this rank's rest of it
+        if samples_seen:  # resumed within this epoch: this rank's rest of it, and other dropout
+            set_seed(args.seed, rank, epoch, samples_seen)
             done = samples_seen // world_size
             rest = [*sampler][done:]
             loader = DataLoader(train_set, args.batch_size, sampler=rest, **options)  # your loader
@@ -242,10 +243,12 @@ def load_snapshot(args, parts):
         saved, given = snapshot["args"].get(name), str(getattr(args, name))
         if saved not in (None, given):  # None: saved without this option
             sys.exit(f"error: {path} was made with {name} {saved}, not {given}")
-    # Keep this run's learning rate. If parts has one of torch's schedulers, delete this line.
-    snapshot["optimizer"]["param_groups"] = parts["optimizer"].state_dict()["param_groups"]
+    rates = [group["lr"] for group in parts["optimizer"].param_groups]
     for name, part in parts.items():
         part.load_state_dict(snapshot[name])
+    # Keep this run's learning rates, but not if parts has a scheduler of torch's, which knows them.
+    for group, rate in zip(parts["optimizer"].param_groups, rates, strict=True):  # your schedule
+        group["lr"] = rate
     log(f"Resuming training from snapshot at Epoch {snapshot['epoch']}")
     return snapshot["epoch"], snapshot.get("samples_seen", 0)  # the other scripts save no such
 

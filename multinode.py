@@ -114,10 +114,10 @@ def main(local_rank, args):
     optimizer = torch.optim.SGD(model.parameters(), args.lr, args.momentum)  # your optimizer
     parts = {"model": model, "optimizer": optimizer}  # what a snapshot holds
     first_epoch = load_snapshot(args, parts) if args.resume else 0
-    own = {"train_size": len(train_set), "val_size": len(val_set), "first_epoch": first_epoch}
+    own = {"train_size": len(train_set), "val_size": len(val_set), "snapshot's epoch": first_epoch}
     if args.resume:  # from one snapshot, or DDP would copy rank 0's weights over the difference
         weights = sum(weight.cpu().double().sum().item() for weight in model.parameters())
-        own |= {"sum of the weights": f"{weights:.9g}"}
+        own["snapshot's weights"] = f"sum {weights:.9g}"
     same_on_all_ranks(own)
     if rank == 0 and not args.resume and os.path.exists(args.snapshot_path):
         os.replace(args.snapshot_path, f"{args.snapshot_path}.old")
@@ -193,10 +193,12 @@ def load_snapshot(args, parts):
             sys.exit(f"error: {path} was made with {name} {saved}, not {given}")
     if snapshot.get("samples_seen"):
         sys.exit(f"error: {path} was saved within an epoch: resume it with ddp_torchrun.py")
-    # Keep this run's learning rate. If parts has one of torch's schedulers, delete this line.
-    snapshot["optimizer"]["param_groups"] = parts["optimizer"].state_dict()["param_groups"]
+    rates = [group["lr"] for group in parts["optimizer"].param_groups]
     for name, part in parts.items():
         part.load_state_dict(snapshot[name])
+    # Keep this run's learning rates, but not if parts has a scheduler of torch's, which knows them.
+    for group, rate in zip(parts["optimizer"].param_groups, rates, strict=True):  # your schedule
+        group["lr"] = rate
     log(f"Resuming training from snapshot at Epoch {snapshot['epoch']}")
     return snapshot["epoch"]
 

@@ -129,10 +129,12 @@ def load_snapshot(args, parts):
             sys.exit(f"error: {path} was made with {name} {saved}, not {given}")
     if snapshot.get("samples_seen"):
         sys.exit(f"error: {path} was saved within an epoch: resume it with ddp_torchrun.py")
-    # Keep this run's learning rate. If parts has one of torch's schedulers, delete this line.
-    snapshot["optimizer"]["param_groups"] = parts["optimizer"].state_dict()["param_groups"]
+    rates = [group["lr"] for group in parts["optimizer"].param_groups]
     for name, part in parts.items():
         part.load_state_dict(snapshot[name])
+    # Keep this run's learning rates, but not if parts has a scheduler of torch's, which knows them.
+    for group, rate in zip(parts["optimizer"].param_groups, rates, strict=True):  # your schedule
+        group["lr"] = rate
     log(f"Resuming training from snapshot at Epoch {snapshot['epoch']}")
     return snapshot["epoch"]
 

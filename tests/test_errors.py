@@ -18,7 +18,7 @@ import torch.distributed as dist
 from helpers.files import idx_files
 from helpers.jobs import SCRIPTS, TORCHRUN
 
-from common.data import DATASETS, DataError, load_dataset
+from common.data import DATASETS, DataError, ImageDataset, load_dataset, make_digits
 from common.model import build_model
 
 DDP, ELASTIC, NODES = SCRIPTS[2:], SCRIPTS[3:4], SCRIPTS[4:]
@@ -59,7 +59,40 @@ def test_a_mistake(refuse, monkeypatch, scripts, typed, line):
         assert refuse(script, *words).startswith(line), script
 
 
-def test_what_torch_says_itself(make):
+def test_ddp_torchrun_without_torchrun_is_not_as_many_jobs_that_write_one_file(run, tmp_path):
+    """As `srun -n 8 python ddp_torchrun.py` would start them."""
+    text = run("ddp_torchrun.py", status=2, SLURM_PROCID=1, SLURM_NTASKS=8)
+    line = "error: start it with torchrun: torchrun --nproc_per_node=gpu ddp_torchrun.py\n"
+    assert text.endswith(line) and len(text.splitlines()) == 2
+    assert not (tmp_path / "checkpoint.pt").exists()
+
+
+class Crops(ImageDataset):
+    """Each sample is `crops` of an image, which a collate function has put side by side."""
+
+    def __getitems__(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().__getitems__([index for index in indices for _ in range(self.crops)])
+
+
+@pytest.mark.parametrize(("crops", "line"), [(4, "32 targets for 8 samples"), (1, None)])
+@pytest.mark.parametrize("options", [(), ("--accumulate", 4)])
+def test_several_targets_of_a_sample_would_make_the_gradient_larger(
+    do, monkeypatch, crops, line, options
+):
+    """Silently: each micro-batch counts by its share of the step's samples."""
+    data = make_digits(40, 0)
+    data.__class__, data.crops = Crops, crops
+    monkeypatch.setattr(do.module("ddp_torchrun.py"), "load_dataset", lambda *_: (data, []))
+    job = (do, "ddp_torchrun.py", 1, "--model", "mlp", "--batch-size", 8, *options)
+    if line is None:
+        job[0](*job[1:])
+        return
+    with pytest.raises(SystemExit, match=f"error: {line}: give one each"):
+        job[0](*job[1:])
+    assert not Path("checkpoint.pt").exists()
+
+
+def test_what_torch_says_itself(do):
     for words, said in (
         (("--sync-bn", "--model", "resnet18"), "SyncBatchNorm layers only work with GPU"),
         (("--backend", "nccl"), "nccl2 requires|no GPUs found"),  # torch 2.15, and before
@@ -67,7 +100,7 @@ def test_what_torch_says_itself(make):
         (("--num-workers", -1), "num_workers option should be non-negative"),
     ):
         with pytest.raises((ValueError, RuntimeError), match=said):
-            make("ddp_torchrun.py", *words)[1].train(1)
+            do("ddp_torchrun.py", 1, *words)
     assert not Path("checkpoint.pt").exists()
 
 
@@ -79,7 +112,7 @@ def test_restarts_with_a_store_of_their_own_and_no_restarts(parse, monkeypatch):
 
 
 @pytest.mark.parametrize("script", ("ddp_torchrun.py", "multinode.py"))
-def test_a_node_with_another_option_data_set_or_snapshot(make, parse, monkeypatch, script):
+def test_a_node_with_another_option_data_set_or_snapshot(do, parse, monkeypatch, script):
     """All ranks end with the same line. The options are compared before data is loaded."""
 
     def line(*others: dict, lr: float = 0.1) -> str | None:
@@ -90,19 +123,25 @@ def test_a_node_with_another_option_data_set_or_snapshot(make, parse, monkeypatc
 
         monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
         try:
-            make(script, "--lr", lr)
+            do(script, 1, "--model", "mlp", "--lr", lr, *resume)
         except SystemExit as error:
-            return error.code
+            return error.code.removesuffix(": it must be the same on all nodes")
 
+    resume = ()
     assert line({}, dict.fromkeys(parse(script)[0].MAY_DIFFER, "another")) is None
-    for name in {"epoch", "samples_seen"} if script == "ddp_torchrun.py" else {"epoch"}:
-        name = f"snapshot's {name}"
-        assert line({name: 3}, {}) == f"error: {name} is 3 on rank 0, and 0 on rank 1"
-    for name, own in ("train_size", 40), ("test_size", 10):
+    for name, own in ("train_size", 40), ("val_size", 10), ("snapshot's epoch", 0):
         assert line({name: 3}, {}) == f"error: {name} is 3 on rank 0, and {own} on rank 1"
     for said in line({}, {}, {"lr": 0.5}), line({"lr": 0.1}, {"lr": 0.1}, {}, lr=0.5):
         assert said == "error: lr is 0.1 on rank 0, and 0.5 on rank 2"
-        assert make.calls == [("destroy_process_group",)]  # else gloo may abort Python at its exit
+        # else gloo may abort Python at its exit
+        assert do.last.calls == [("destroy_process_group",)]
+    resume = ("--resume",)  # of the run above
+    name = "snapshot's epoch"
+    assert line({}, {name: 0}) == f"error: {name} is 1 on rank 0, and 0 on rank 1"
+    assert line({}, {"snapshot's weights": "?"}).startswith("error: snapshot's weights is sum ")
+    if script == "ddp_torchrun.py":
+        name = "snapshot's samples_seen"
+        assert line({name: 3}, {}) == f"error: {name} is 3 on rank 0, and 0 on rank 1"
 
 
 def test_a_rank_that_writes_nothing_needs_no_folder(parse):
@@ -116,7 +155,7 @@ def test_a_mistake_on_the_command_line(run, tmp_path, fashion, launch):
     report follows."""
     torch.save({"args": {"dataset": "mnist"}}, tmp_path / "checkpoint.pt")
     lines = run(launch, 1, *fashion(100, 10), "--resume", status=1).splitlines()
-    line = "error: checkpoint.pt was made with --dataset mnist, not fashion-mnist"
+    line = "error: checkpoint.pt was made with dataset mnist, not fashion-mnist"
     ours = lines[: lines.index(line)] if launch == TORCHRUN.format(2) else lines
     ordinary = re.compile(rf"total_epochs: |\[?rank |\[?W\d+ |{line}$")
     assert line in lines and all(ordinary.match(line) for line in ours), lines

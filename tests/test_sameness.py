@@ -1,7 +1,6 @@
 """What the scripts share is the same in all of them, so that a step's diff shows only its idea.
 
-To the letter, with its comments, in the scripts of a group. Where a script has lines of its own,
-these are declared.
+To the letter, with its comments. Where a script has lines of its own, these are declared.
 """
 
 import ast
@@ -12,134 +11,95 @@ import pytest
 from helpers.jobs import ROOT, SCRIPTS, every_script
 
 SINGLE, PARALLEL, SPAWN, TORCHRUN, NODES = SCRIPTS
-ONE, FROM_SPAWN, DDP = SCRIPTS[:2], (SPAWN, NODES), SCRIPTS[2:]
 
-# function: its groups, the first script of which the others are compared with
-GROUPS = {
-    "Trainer._run_batch": [(SINGLE, PARALLEL, SPAWN, NODES)],
-    "Trainer._run_epoch": [ONE, FROM_SPAWN],
-    "Trainer._evaluate": [ONE, FROM_SPAWN],
-    "Trainer.train": [ONE, FROM_SPAWN],
-    "Trainer._save_snapshot": [FROM_SPAWN],
-    "Trainer._load_snapshot": [(SINGLE, PARALLEL, SPAWN, NODES)],
-    "load_train_objs": [SCRIPTS],
-    "prepare_dataloader": [SCRIPTS],
-    "compare_ranks": [(TORCHRUN, NODES)],
-    "log": [ONE, FROM_SPAWN],
-    "default_backend": [DDP],
-    "positive": [SCRIPTS],
-}
-SAME = [
-    pytest.param(name, first, other, id=f"{name}-{first}-{other}")
-    for name, groups in GROUPS.items()
-    for first, *others in groups
-    for other in others
-]
-# function, two scripts: the lines that only the first (-) or only the second has (+), but their
-# comments
-BUT_FOR = {
-    ("Trainer.__init__", SINGLE, PARALLEL): """\
-+ self.model = nn.DataParallel(model)
+# function, two scripts: the lines that only the first (-) or only the second has (+)
+SAME = {
+    **{("evaluate", SINGLE, other): "" for other in SCRIPTS[1:]},
+    **{("positive", SINGLE, other): "" for other in SCRIPTS[1:]},
+    ("train_epoch", SINGLE, PARALLEL): "",
+    ("train_epoch", SINGLE, SPAWN): """\
+- progress = tqdm(loader, leave=False, disable=None)
++ hidden = True if dist.get_rank() > 0 else None
++ progress = tqdm(loader, leave=False, disable=hidden)
+- loss.backward()
++ loss.backward()
+- log(f"Epoch {epoch} | Step {step} | Loss: {loss.item():.4f}")
++ log(f"Epoch {epoch} | Step {step} | Loss of rank 0: {loss.item():.4f}")
 """,
-    ("Trainer.__init__", SPAWN, NODES): """\
-+ loaded = {"snapshot's epoch": self.epoch}
-+ if any(loaded.values()):
-+ loaded["snapshot's last weight"] = [*model.parameters()][-1].flatten()[-1].item()
-+ compare_ranks(loaded)
+    ("train_epoch", SPAWN, NODES): "",
+    ("main", SINGLE, PARALLEL): """\
++ model = nn.DataParallel(model)
 """,
-    ("Trainer.__init__", SPAWN, TORCHRUN): """\
-+ self.world_size = dist.get_world_size()
-+ if args.sync_bn:
-+ model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-- self.epoch = 0
-+ self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.amp)
-+ self.epoch = 0
-+ self.samples_seen = 0
-+ self.unsaved_steps = 0
-+ loaded = {"snapshot's epoch": self.epoch, "snapshot's samples_seen": self.samples_seen}
-+ if any(loaded.values()):
-+ loaded["snapshot's last weight"] = [*model.parameters()][-1].flatten()[-1].item()
-+ compare_ranks(loaded)
-+ if args.compile:
-+ model.compile(dynamic=False)
+    ("main", SPAWN, NODES): """\
+- def main(rank, args):
++ def main(local_rank, args):
+- device = ddp_setup(rank, args)
+- world_size = dist.get_world_size()
++ device = ddp_setup(local_rank, args)
++ rank, world_size = dist.get_rank(), dist.get_world_size()
++ same_on_all_ranks(vars(args))
++ own = {"train_size": len(train_set), "val_size": len(val_set), "snapshot's epoch": first_epoch}
++ if args.resume:
++ weights = sum(weight.cpu().double().sum().item() for weight in model.parameters())
++ own["snapshot's weights"] = f"sum {weights:.9g}"
++ same_on_all_ranks(own)
 """,
-    ("Trainer._evaluate", SPAWN, TORCHRUN): """\
-+ with self.autocast:
-""",
-    ("Trainer.train", SINGLE, SPAWN): """\
-- train_size = len(self.train_data.dataset)
-+ train_size = self.train_data.sampler.total_size
-""",
-    ("Trainer.train", SPAWN, TORCHRUN): """\
-- train_size = self.train_data.sampler.total_size
-+ train_size = self.train_data.sampler.total_size - self.samples_seen
-+ self.samples_seen = 0
-""",
-    ("Trainer._save_snapshot", SINGLE, PARALLEL): """\
-- "model": self.model.state_dict(),
-+ "model": self.model.module.state_dict(),
-""",
-    ("Trainer._save_snapshot", PARALLEL, SPAWN): """\
-+ if self.rank > 0:
+    ("same_on_all_ranks", TORCHRUN, NODES): "",
+    ("save_snapshot", SINGLE, PARALLEL): "",
+    ("save_snapshot", SINGLE, SPAWN): """\
++ if dist.get_rank() > 0:
 + return
 """,
-    ("Trainer._save_snapshot", SPAWN, TORCHRUN): """\
-+ self.unsaved_steps = 0
-+ "samples_seen": self.samples_seen,
-""",
-    ("Trainer._load_snapshot", SPAWN, TORCHRUN): """\
-- if snapshot.get("samples_seen"):
-- sys.exit(f"error: {path} was saved in mid-epoch: go on with ddp_torchrun.py")
-+ seen = snapshot.get("samples_seen", 0)
-+ self.samples_seen = seen - seen % self.world_size
-""",
+    ("save_snapshot", SPAWN, NODES): "",
+    ("save_snapshot", SPAWN, TORCHRUN): '''\
+- def save_snapshot(args, parts, epoch):
+- """Save the parts and the number of finished epochs, whole or not at all."""
++ def save_snapshot(args, parts, epoch, samples_seen=0):
++ """Save the parts and how far the run is, whole or not at all."""
+- snapshot["epoch"] = epoch
++ snapshot |= {"epoch": epoch, "samples_seen": samples_seen}
+''',
+    **{("load_snapshot", SINGLE, other): "" for other in (PARALLEL, SPAWN, NODES)},
+    ("log", SINGLE, PARALLEL): "",
+    **{("log", SPAWN, other): "" for other in (TORCHRUN, NODES)},
+    **{("default_backend", SPAWN, other): "" for other in (TORCHRUN, NODES)},
 }
 # The order in which a first reader meets them
-ORDER = [
-    "ddp_setup",
-    "Trainer",
-    "load_train_objs",
-    "ResumableSampler",
-    "prepare_dataloader",
-    "main",
-]
-ORDER += ["compare_ranks", "log", "default_backend", "positive", "parse_args"]
+ORDER = ["ddp_setup", "train_epoch", "evaluate", "main", "lr_factor", "same_on_all_ranks"]
+ORDER += ["save_snapshot", "load_snapshot", "log", "default_backend", "positive", "parse_args"]
 
 
 def tree(script: str) -> list[ast.stmt]:
     return ast.parse((ROOT / script).read_text()).body
 
 
-def lines(script: str, name: str, comments: bool = True) -> list[str]:
+def lines(script: str, name: str) -> list[str]:
     """Of a function, without its indentation."""
-    body = tree(script)
-    for part in name.split("."):
-        (node,) = (node for node in body if getattr(node, "name", "") == part)
-        body = node.body
-    if not comments:
-        return ast.unparse(node).splitlines()
+    (node,) = (node for node in tree(script) if getattr(node, "name", "") == name)
     whole = (ROOT / script).read_text().splitlines()
     return [line.strip() for line in whole[node.lineno - 1 : node.end_lineno]]
 
 
 @pytest.mark.parametrize(("name", "first", "other"), SAME)
-def test_a_function_is_the_same(name, first, other):
-    comments = name != "Trainer._run_batch"  # where the gradients travel is another thing in each
-    assert lines(first, name, comments) == lines(other, name, comments)
-
-
-@pytest.mark.parametrize(("name", "first", "other"), BUT_FOR)
 def test_a_function_is_the_same_but_for_its_declared_lines(name, first, other):
-    found = difflib.ndiff(lines(first, name), lines(other, name))
-    found = [line.split("  #")[0] for line in found if line[0] in "-+"]
-    assert found == BUT_FOR[name, first, other].splitlines()
+    found = [*difflib.unified_diff(lines(first, name), lines(other, name), n=0, lineterm="")][2:]
+    found = [f"{line[0]} {line[1:].split('  #')[0]}" for line in found if line[0] in "-+"]
+    assert found == SAME[name, first, other].splitlines()
 
 
 @every_script
 def test_a_file_has_its_parts_in_the_order_of_the_others(script):
-    names = [node.name for node in tree(script) if hasattr(node, "name")]
-    assert names == [name for name in ORDER if name in names]
-    assert isinstance(tree(script)[-1], ast.If)  # the main guard
+    """No class, no typed signature, no docstring of more than a line."""
+    body = tree(script)
+    functions = [node for node in body if isinstance(node, ast.FunctionDef)]
+    assert [node.name for node in functions] == [
+        name for name in ORDER if name in {node.name for node in functions}
+    ]
+    assert not any(isinstance(node, ast.ClassDef) for node in body)
+    assert isinstance(body[-1], ast.If)  # the main guard
+    for node in functions:
+        assert node.returns is None and not any(arg.annotation for arg in node.args.args)
+        assert "\n" not in (ast.get_docstring(node) or "")
 
 
 def options(script: str) -> dict[str, str]:
@@ -154,7 +114,7 @@ def test_an_option_is_the_same_in_all_scripts_that_have_it():
     for script in SCRIPTS:
         for other in SCRIPTS:
             mine, theirs = options(script), options(other)
-            assert len(mine) >= 15
+            assert len(mine) >= 13
             for name in mine.keys() & theirs.keys():
                 if mine[name] != theirs[name]:
                     found |= {(name, script), (name, other)} & differ or {(name, script, other)}

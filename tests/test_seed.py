@@ -1,16 +1,19 @@
 """Randomness needs no state: what is drawn is a function of seed, rank, epoch and sample."""
 
 import random
+import re
+from argparse import Namespace
 from collections import UserList
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from helpers.jobs import SCRIPTS, every_script
-from torch.utils.data import random_split
+from helpers.jobs import ROOT, SCRIPTS, every_script
+from helpers.ranks import start_server
+from torch.utils.data import DataLoader, random_split
 
 from common.data import make_digits
+from common.loader import loader_options
 from common.seed import set_seed
 
 
@@ -40,46 +43,47 @@ def test_all_devices_are_seeded_too(monkeypatch):
 
 
 @every_script
-def test_each_epoch_has_its_order_and_its_random_numbers(make, monkeypatch, script):
-    """ddp_torchrun.py may begin in mid-epoch, so it has one number more."""
-    module, trainer = make(script, "--model", "mlp", "--batch-size", 8, "--seed", 7)
-    trainer.rank, seeds, orders = 1 if script in SCRIPTS[2:] else 0, [], []
+def test_each_epoch_has_its_order_and_its_random_numbers(do, monkeypatch, script):
+    """And begins with the split and the weights of --seed. The rest of an epoch that
+    ddp_torchrun.py resumes has the order of the whole one."""
+    module, seeds, orders = do.module(script), [], []
     monkeypatch.setattr(module, "set_seed", lambda *numbers: seeds.append(numbers))
-    loss = torch.zeros(())
-    trainer._run_batch = lambda _, targets, *more: orders[-1].extend(targets.tolist()) or loss
-    for epoch in (3, 4):
-        orders.append([])
-        trainer.samples_seen = 0
-        trainer._run_epoch(epoch)
-    assert len(orders[0]) == 40
-    assert sorted(orders[0]) == sorted(orders[1]) and orders[0] != orders[1]
-    expected = [(7, trainer.rank, epoch) for epoch in (3, 4)]
+
+    def train_epoch(model: object, loader: torch.utils.data.DataLoader, *_: object) -> torch.Tensor:
+        orders.append([index for batch in loader.batch_sampler for index in batch])
+        return torch.zeros(())
+
+    monkeypatch.setattr(module, "train_epoch", train_epoch)
+    options = ("--model", "mlp", "--batch-size", 8, "--seed", 7)
+    do(script, 2, *options)
+    assert sorted(orders[0]) == sorted(orders[1]) == [*range(40)] and orders[0] != orders[1]
+    assert seeds == [(7,), (7, 0, 0), (7, 0, 1)], f"--seed in {script}"
+    do(script, 2, *options[:-1], 70)
+    assert orders[2] not in orders[:2]
     if script == "ddp_torchrun.py":
-        expected = [(*numbers, 0) for numbers in expected]
-        trainer.samples_seen = 16
-        trainer._run_epoch(4)
-        assert seeds.pop() == (7, 1, 4, 16)
-    assert seeds == expected, f"--seed in {script}"
+        snapshot = torch.load("checkpoint.pt")
+        torch.save({**snapshot, "epoch": 1, "samples_seen": 16}, "checkpoint.pt")
+        do(script, 2, *options[:-1], 70, "--resume")
+        assert orders[4] == orders[3][16:]
+        assert seeds[-2:] == [(70, 0, 1), (70, 0, 1, 16)]  # other dropout than at the start
 
 
 @every_script
-def test_a_random_split_is_the_same_on_all_ranks_and_after_a_resume(parse, monkeypatch, script):
+def test_a_random_split_is_the_same_on_all_ranks_and_after_a_resume(do, monkeypatch, script):
     """And another with another seed, whatever has been drawn before."""
     data, splits = make_digits(40, 0), []
 
     def load_dataset(*_: object) -> tuple:
         random.shuffle(numbers := [*range(40)])
-        train, test = random_split(data, (30, 10))
+        train, val = random_split(data, (30, 10))
         splits.append((train.indices, np.random.permutation(40).tolist(), numbers))
-        return train, test
+        return train, val
 
-    for rank, *options in ((0,), (1,), (0, "--resume"), (0, "--seed", 7)):
-        module, args = parse(script, *options)
-        monkeypatch.setattr(module, "load_dataset", load_dataset)
-        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
-        module.load_train_objs(args, torch.device("cpu"))
-    assert splits[0] == splits[1] == splits[2]
-    assert all(one != other for one, other in zip(splits[2], splits[3], strict=True))
+    monkeypatch.setattr(do.module(script), "load_dataset", load_dataset)
+    for options in ((), ("--resume",), ("--seed", 7)):
+        do(script, 1, "--model", "mlp", *options)
+    assert splits[0] == splits[1]
+    assert all(one != other for one, other in zip(splits[1], splits[2], strict=True))
 
 
 class Noise(UserList):
@@ -90,14 +94,14 @@ class Noise(UserList):
 
 
 @pytest.mark.parametrize("script", SCRIPTS[2:4])
-def test_each_ranks_loader_workers_draw_numbers_of_their_own(make, script):
+def test_each_ranks_loader_workers_draw_numbers_of_their_own(script):
     """At the starts of these ranks in these epochs, the last one as in a resumed run."""
-    module, trainer = make(script, "--model", "mlp", "--num-workers", 1)
-    sampler, data, drawn = trainer.train_data.sampler, Noise(range(40)), []
-    trainer._run_batch = lambda source, *_: drawn.extend(source.tolist()) or torch.zeros(())
-    for trainer.rank, epoch in ((0, 0), (1, 0), (1, 1)):
-        trainer.samples_seen = 0
-        trainer.train_data = module.prepare_dataloader(data, 20, sampler, trainer.args)
-        trainer.train_data.multiprocessing_context = "forkserver"  # quicker than spawn
-        trainer._run_epoch(epoch)
+    start_server()
+    line = re.search(r"set_seed\((args.seed, rank, epoch)\)", (ROOT / script).read_text())[1]
+    drawn = []
+    for rank, epoch in ((0, 0), (1, 0), (1, 1)):
+        set_seed(*eval(line, {"args": Namespace(seed=7), "rank": rank, "epoch": epoch}))
+        options = loader_options("cpu", 1) | {"multiprocessing_context": "forkserver"}  # quicker
+        for inputs, _ in DataLoader(Noise(range(40)), 20, **options):
+            drawn += inputs.tolist()
     assert len({*drawn}) == len(drawn) == 3 * 40

@@ -181,6 +181,17 @@ def test_a_run_with_another_setting_is_refused(do, script):
         assert refused(do, script, 1, *MLP, "--resume") == line
 
 
+@every_script
+def test_a_snapshot_within_an_epoch_is_for_ddp_torchrun_alone(do, script):
+    do("ddp_torchrun.py", 1, *MLP)
+    torch.save({**load(Path("checkpoint.pt")), "samples_seen": 32, "epoch": 0}, "checkpoint.pt")
+    if script != "ddp_torchrun.py":
+        line = "checkpoint.pt was saved within an epoch: resume it with ddp_torchrun.py"
+        assert refused(do, script, 1, *MLP, "--resume") == line
+    else:
+        assert do(script, 1, *MLP, "--resume").passes[0][-1] == 32
+
+
 class Harmful:
     def __reduce__(self) -> tuple:
         return os.mkdir, ("harm",)

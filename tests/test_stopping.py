@@ -78,11 +78,12 @@ def test_a_job_ends_at_once_and_keeps_its_last_snapshot(start, tmp_path, fashion
 LOADER = """
 import os
 from torch.utils.data import DataLoader
-from common.loader import worker_options
+from common.loader import loader_options
 
 if __name__ == "__main__":
     data = [bytes(200_000)] * 1000  # more than a pipe holds
-    batches = iter(DataLoader(data, batch_size=4, collate_fn=list, **worker_options(1)))
+    options = loader_options("cpu", 1) | {"collate_fn": list}
+    batches = iter(DataLoader(data, batch_size=4, **options))
     next(batches)
     os.kill(os.getpid(), 9)
 """
@@ -99,11 +100,11 @@ def test_an_exception_of_any_rank(run, fashion, launch, rank):
     """With its traceback, and not with that of a rank which has lost it."""
     text = run(*launch, 9, *fashion(100, 10), status=1, LADDER_RAISE=f"{rank}:5")
     assert f"-- Process {rank} terminated with the following error:" in text
-    assert "in _run_batch" in text and "ArithmeticError: the test's own error" in text
+    assert "in train_epoch" in text and "ArithmeticError: the test's own error" in text
     assert "Connection closed" not in text and "Epoch 3 " not in text
 
 
-@pytest.mark.parametrize(("launch", "ends"), [(SPAWN2, 3), (("ddp_torchrun.py",), 1)])
+@pytest.mark.parametrize(("launch", "ends"), [(SPAWN2, 3), (TWO, 3)])
 def test_what_is_registered_for_the_end_is_run(run, tmp_path, fashion, launch, ends):
     """By each rank, and by their parent, because experiment trackers upload then what they have."""
     text = run(*launch, 1, *fashion(100, 10), LADDER_ATEXIT=1, TMPDIR=tmp_path)

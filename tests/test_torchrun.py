@@ -32,9 +32,9 @@ def test_restarts_that_may_hang_are_refused(run, tmp_path, more, env, said):
 def test_what_one_rank_refuses_all_refuse(run, tmp_path, fashion):
     """So none is left to wait in a collective, and the line is the last one but torchrun's."""
     options = (1, *fashion(100, 10))
-    run(TORCHRUN.format(2), *options)
-    text = run(TORCHRUN.format(2), *options, "--resume", "--lr", 0.5, status=1)
-    line = "error: checkpoint.pt was made with --lr 0.01, not 0.5\n"
+    train(tmp_path, "ddp_torchrun.py", 2, *options)
+    text = run(TORCHRUN.format(2), *options, "--resume", "--momentum", 0.5, status=1)
+    line = "error: checkpoint.pt was made with momentum 0.9, not 0.5\n"
     before, *_, after = text.split(line)
     assert text.count(line) == 2 and "Traceback" not in before and "Epoch " not in text
     torchruns = r"[WE]\d+ |Traceback|torch|Fail|Root|\[|=|-|/|\s|$"
@@ -58,7 +58,7 @@ def test_a_restart_goes_on_from_the_last_snapshot_and_a_report_names_the_rank(
     report = text.split("Root Cause (first observed failure):")[1]
     assert "rank      : 1 (local_rank: 1)" in report
     assert "ArithmeticError: the test's own error" in report
-    assert re.search(r'ddp_torchrun.py", line \d+, in _run_batch', report)
+    assert re.search(r'ddp_torchrun.py", line \d+, in train_epoch', report)
 
 
 @pytest.mark.slow("real command lines, started again and again")
@@ -83,8 +83,9 @@ def test_compile_gives_the_same_losses_and_clean_snapshots(run, tmp_path, fashio
     require(None if shutil.which("g++") else "no C++ compiler")
     options = (2, *fashion(160, 10), "--log-interval", 1)
     env = {"LADDER_DTYPE": "float64"}
-    expected = losses(run("ddp_torchrun.py", *options, "--snapshot-path", "eager.pt", **env))
-    text = run("ddp_torchrun.py", *options, "--compile", TORCH_LOGS="graph_code", **env)
+    launch = TORCHRUN.format(1)
+    expected = losses(run(launch, *options, "--snapshot-path", "eager.pt", **env))
+    text = run(launch, *options, "--compile", TORCH_LOGS="graph_code", **env)
     assert len(losses(text)) == 10 and losses(text) == pytest.approx(expected, abs=1e-6)
     assert "TRACED GRAPH" in text  # something was compiled
     compiled, eager = load(tmp_path / "checkpoint.pt"), load(tmp_path / "eager.pt")

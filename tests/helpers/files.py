@@ -18,12 +18,13 @@ def same_bytes(a: dict, b: dict) -> bool:
 
 
 def difference(a: dict, b: dict) -> float:
-    """The largest difference between two snapshots' weights and momenta."""
+    """The largest difference between two snapshots' weights and their optimizers' states."""
     assert a["model"].keys() == b["model"].keys()
     assert a["optimizer"]["state"].keys() == b["optimizer"]["state"].keys() != set()
     pairs = [(a["model"][name], b["model"][name]) for name in a["model"]]
     for index, state in a["optimizer"]["state"].items():
-        pairs.append((state["momentum_buffer"], b["optimizer"]["state"][index]["momentum_buffer"]))
+        other = b["optimizer"]["state"][index]
+        pairs += [(state[name], other[name]) for name in state if torch.is_tensor(state[name])]
     # torch's max, as Python's would pass over a NaN
     return torch.stack([(x.double() - y.double()).abs().max() for x, y in pairs]).max().item()
 

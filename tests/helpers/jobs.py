@@ -20,6 +20,7 @@ SITE = ROOT / "tests" / "site"
 SCRIPTS = ("single_gpu.py", "data_parallel.py", "ddp_spawn.py", "ddp_torchrun.py", "multinode.py")
 every_script = pytest.mark.parametrize("script", SCRIPTS)
 every_ddp_script = pytest.mark.parametrize("script", SCRIPTS[2:])
+
 # Standalone: its own port, also where torchrun's default is a fixed one (before torch 2.12).
 TORCHRUN = "torchrun --standalone --nproc_per_node={} ddp_torchrun.py"
 # What multinode.py needs where it is alone. Each Job puts a new file of its folder in this place.
