@@ -117,7 +117,7 @@ def main(local_rank, args):
     own = {"train_size": len(train_set), "val_size": len(val_set), "snapshot's epoch": first_epoch}
     if args.resume:  # from one snapshot, or DDP would copy rank 0's weights over the difference
         weights = sum(weight.cpu().double().sum().item() for weight in model.parameters())
-        own["snapshot's weights"] = f"sum {weights:.9g}"
+        own["sum of the snapshot's weights"] = f"{weights:.9g}"
     same_on_all_ranks(own)
     if rank == 0 and not args.resume and os.path.exists(args.snapshot_path):
         os.replace(args.snapshot_path, f"{args.snapshot_path}.old")

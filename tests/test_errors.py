@@ -138,7 +138,8 @@ def test_a_node_with_another_option_data_set_or_snapshot(do, parse, monkeypatch,
     resume = ("--resume",)  # of the run above
     name = "snapshot's epoch"
     assert line({}, {name: 0}) == f"error: {name} is 1 on rank 0, and 0 on rank 1"
-    assert line({}, {"snapshot's weights": "?"}).startswith("error: snapshot's weights is sum ")
+    name = "sum of the snapshot's weights"
+    assert line({}, {name: "?"}).startswith(f"error: {name} is ")
     if script == "ddp_torchrun.py":
         name = "snapshot's samples_seen"
         assert line({name: 3}, {}) == f"error: {name} is 3 on rank 0, and 0 on rank 1"

@@ -57,4 +57,4 @@ def test_mpirun_starts_torchrun_on_each_node_or_the_ranks_themselves(tmp_path):
     for script in ("ddp_torchrun.py", "multinode.py"):
         assert difference(load(tmp_path / f"{script}.pt"), expected) < 1e-12, script
     for rank in (0, 1):
-        assert result.stdout.count(f"[rank {rank} of 2] device cpu") == 2, result.stdout
+        assert result.stdout.count(f"[rank {rank} of 2] cpu") == 2, result.stdout

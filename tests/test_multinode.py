@@ -102,7 +102,7 @@ def test_torchrun_restarts_on_all_nodes(hosts, tmp_path, job):
     for host in (0, 1):
         words = f"torchrun --nnodes=2 --max-restarts=3 {meet} ddp_torchrun.py"
         nodes.start(host, words, *options, **env)
-    nodes.jobs[0].wait_for(r"Epoch 1 \| Step 3 ")
+    nodes.jobs[0].wait_for(r"Epoch 1 \| Step 24 ")
     (worker,) = nodes.jobs[1].workers()
     os.kill(worker, signal.SIGKILL)
     texts = [each.finish() for each in nodes.jobs]
@@ -158,14 +158,14 @@ TORCHRUN = "torchrun --nnodes=2 --node_rank={} --master_addr={} ddp_torchrun.py"
 def end_alike(nodes: Nodes, launch: str, options: tuple, other: tuple, line: str) -> None:
     """Start the job on two hosts, the second with other options, too. Both end with this line, and
     after it only torchrun has something to say."""
+    line = f"error: {line}: it must be the same on all nodes"
     after = "$" if launch == "multinode.py" else r"E\d{4} "
     for host, given in enumerate([options, (*options, *other)]):
         if launch == "multinode.py":
             nodes.call(host, *given)
         else:
             nodes.start(host, TORCHRUN.format(host, nodes.address(0)), *given)
-    for host, job in enumerate(nodes.jobs):
-        job.wait_for(rf"^\[rank {host} of 2\] ")
+    nodes.jobs[0].wait_for("^error: ")
     for job in nodes.jobs:
         before, said, rest = job.finish(1, seconds=30).partition(f"{line}\n")
         assert said and "Traceback" not in before, job.text
@@ -175,12 +175,12 @@ def end_alike(nodes: Nodes, launch: str, options: tuple, other: tuple, line: str
 @pytest.mark.parametrize("resume", [(), ("--resume",)])
 @pytest.mark.parametrize("launch", ["multinode.py", "torchrun"])
 def test_a_node_with_another_option_ends_all(hosts, tmp_path, job, launch, resume):
-    """Also where the snapshot, which was made with lr 0.01, would be refused on that node alone."""
+    """Also where the snapshot, which was made with momentum 0.9, would be refused on that node."""
     path = tmp_path / "shared.pt"
     torch.save(job[2], path)
     options = (*job[0], *resume, "--snapshot-path", path)
-    line = "error: lr is 0.01 on rank 0, and 0.1 on rank 1"
-    end_alike(hosts(2), launch, options, ("--lr", 0.1), line)
+    line = "momentum is 0.9 on rank 0, and 0.1 on rank 1"
+    end_alike(hosts(2), launch, options, ("--momentum", 0.1), line)
     assert load(path)["epoch"] == 2  # not renamed
 
 
@@ -188,18 +188,20 @@ def test_a_node_with_another_option_ends_all(hosts, tmp_path, job, launch, resum
     ("launch", "changed", "line"),
     [
         ("multinode.py", {"epoch": 1}, "epoch is 2 on rank 0, and 1 on rank 1"),
+        ("multinode.py", "first", "epoch is 0 on rank 0, and 2 on rank 1"),
         ("torchrun", {"samples_seen": 48}, "samples_seen is 0 on rank 0, and 48 on rank 1"),
         ("torchrun", None, "epoch is 2 on rank 0, and 0 on rank 1"),
+        ("torchrun", "first", "epoch is 0 on rank 0, and 2 on rank 1"),
     ],
 )
 def test_a_node_with_another_snapshot_or_none_ends_all(hosts, tmp_path, job, launch, changed, line):
+    """Whichever node that is."""
     own, other = tmp_path / "own.pt", tmp_path / "other.pt"
-    torch.save(job[2], own)
-    if changed:
+    torch.save(job[2], other if changed == "first" else own)
+    if isinstance(changed, dict):
         torch.save(job[2] | changed, other)
-    options = (*job[0], "--resume", "--snapshot-path")
-    line = f"error: snapshot's {line}"
-    end_alike(hosts(2), launch, (*options, own), ("--snapshot-path", other), line)
+    options = (*job[0], "--resume", "--snapshot-path", own)
+    end_alike(hosts(2), launch, options, ("--snapshot-path", other), f"snapshot's {line}")
 
 
 @pytest.mark.parametrize("launch", ["multinode.py", "torchrun"])
@@ -209,8 +211,14 @@ def test_a_node_with_the_snapshot_of_another_run_ends_all(hosts, tmp_path, job, 
     torch.save(job[2], own)
     model = {name: weight + 1 for name, weight in job[2]["model"].items()}
     torch.save(job[2] | {"model": model}, other)
-    weights = [[*state.values()][-1][-1].float().item() for state in (job[2]["model"], model)]
-    line = "error: snapshot's last weight is {} on rank 0, and {} on rank 1".format(*weights)
+    sums = [
+        sum(weight.double().sum().item() for weight in made.values())
+        for made in (
+            {name: weight.float() for name, weight in state.items()}
+            for state in (job[2]["model"], model)
+        )
+    ]
+    line = "sum of the snapshot's weights is {:.9g} on rank 0, and {:.9g} on rank 1".format(*sums)
     options = (*job[0], "--resume", "--snapshot-path", own)
     end_alike(hosts(2), launch, options, ("--snapshot-path", other), line)
 

@@ -41,7 +41,7 @@ SAME = {
 + own = {"train_size": len(train_set), "val_size": len(val_set), "snapshot's epoch": first_epoch}
 + if args.resume:
 + weights = sum(weight.cpu().double().sum().item() for weight in model.parameters())
-+ own["snapshot's weights"] = f"sum {weights:.9g}"
++ own["sum of the snapshot's weights"] = f"{weights:.9g}"
 + same_on_all_ranks(own)
 """,
     ("same_on_all_ranks", TORCHRUN, NODES): "",

@@ -142,14 +142,14 @@ def test_the_batch_script_goes_on_after_its_time_and_after_pre_emption(slurm, tm
     wait_for(lambda: said(r"Epoch 0 \| Step 43 "))
     slurm.call(*time_is_up)
     start_again(1)
-    wait_for(lambda: said(r"Epoch 1 \| Step 43 "))
+    wait_for(lambda: said(r"Epoch 1 \| Step 143 "))
     urgent = ("--partition=urgent", "--nodes=2", "--cpus-per-task=4", "--output=/dev/null")
     slurm.call("sbatch", *urgent, "--wrap=true")
     start_again(2)
     slurm.wait(job, "COMPLETED")
     text = output.read_text()
     for rank in range(4):  # two on each node
-        assert text.count(f"[rank {rank} of 4] device cpu |") == 3, text
+        assert text.count(f"[rank {rank} of 4] cpu") == 3, text
     assert re.findall("^Resuming training from snapshot at Epoch (.)", text, re.M) == ["0", "1"]
     assert [line["epoch"] for line in epochs(text)] == [0, 1]
     assert not {"srun", "torchrun", "pt_elastic"} & slurm.programs()
@@ -191,7 +191,7 @@ def test_srun_without_torchrun(slurm, tmp_path):
     text = slurm.call(*srun, "bash", "-c", script, **ENVIRONMENT)
     slurm.call("scancel", other)
     for rank, gpu in ((0, 1), (1, 0)):
-        assert f"rank {rank} has GPU {gpu}\n" in text and f"[rank {rank} of 2] device cpu" in text
+        assert f"rank {rank} has GPU {gpu}\n" in text and f"[rank {rank} of 2] cpu" in text
     assert text.count("Steps: 188\n") == 2 and len(epochs(text)) == 1
 
 
