@@ -1,8 +1,10 @@
 """A script turned into one's own project: the lines marked "your" edited, and no other."""
 
+import re
 import shutil
 from pathlib import Path
 
+import pytest
 from helpers.files import difference, load, same_bytes
 from helpers.jobs import ROOT, SCRIPTS, epochs
 from helpers.ranks import train
@@ -115,4 +117,26 @@ def test_random_augmentation_in_a_run_that_is_resumed(tmp_path):
     train(tmp_path, path, 2, 2, *options, "--snapshot-path", "whole.pt")
     train(tmp_path, path, 2, 1, *options)
     train(tmp_path, path, 2, 2, *options, "--resume")
+    assert same_bytes(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt"))
+
+
+@pytest.mark.parametrize("script", ["single_gpu.py", "ddp_torchrun.py"])
+def test_a_copy_needs_no_common(tmp_path, script):
+    """The functions that README has for it stand in place of the imports."""
+    instead = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
+    path = Path(edited(tmp_path, script, MARKS))
+    imports = re.compile(r"(?:from common\..*\n)+")
+    text, count = imports.subn(f"\n\n{instead}", path.read_text())
+    for option in ("dataset", "model"):
+        text = re.sub(rf'\n    add\("--{option}".*', "", text)
+        text = text.replace(f'"{option}", ', "")
+    text = re.sub(r"\n    args.model = .*", "", text)
+    assert count == 1 and "common" not in text and "DATASETS" not in text
+    path.write_text(text)
+    processes = 1 if script in SCRIPTS[:2] else 2
+    options = ("--batch-size", 12 // processes, "--lr", 0.01)
+    whole = epochs(train(tmp_path, path, processes, 2, *options, "--snapshot-path", "whole.pt"))
+    assert whole[1]["train_loss"] < whole[0]["train_loss"]
+    train(tmp_path, path, processes, 1, *options)
+    train(tmp_path, path, processes, 2, *options, "--resume")
     assert same_bytes(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt"))
