@@ -10,7 +10,6 @@ of all devices, have the command lines of a user.
 import functools
 import importlib
 import json
-import math
 import os
 import re
 import signal
@@ -44,27 +43,26 @@ no_cpu = pytest.mark.skipif(kind == "cpu", reason="a CPU has no SyncBatchNorm")
 # The global batch is 32. An epoch of the odd data ends with one of 2, and that of the even is full.
 no_double = kind == "xpu" and not torch.xpu.get_device_properties(0).has_fp64
 DTYPE, CLOSE = ("float32", 1e-3) if no_double else ("float64", 1e-9)
-ALONE = {  # by one process: dtype, script, options
+ALONE = {  # by one process: dtype, or "exact" for float32 with deterministic kernels; the command
     "one": f"{DTYPE} single_gpu.py 2 --batch-size 32 --data-dir odd",
     "one-bn": f"{DTYPE} single_gpu.py 1 --batch-size 32 --data-dir even --model resnet18",
 }
 if kind == "cuda":  # if there is one, it is given twice
     ALONE["data-parallel"] = f"{DTYPE} data_parallel.py 2 --batch-size 32 --data-dir odd"
 if kind == "cuda" and count > 1:  # else both replicas draw their dropout from one generator
-    same = "--batch-size 32 --data-dir odd --model convnet --deterministic"
-    ALONE["dp-whole"] = f"float32 data_parallel.py 2 {same}"
-    ALONE["dp-half"] = f"float32 data_parallel.py 1 {same}"
-    ALONE["dp-resumed"] = f"float32 data_parallel.py 2 {same} --resume --snapshot-path dp-half.pt"
+    same = "--batch-size 32 --data-dir odd --model convnet"
+    ALONE["dp-whole"] = f"exact data_parallel.py 2 {same}"
+    ALONE["dp-half"] = f"exact data_parallel.py 1 {same}"
+    ALONE["dp-resumed"] = f"exact data_parallel.py 2 {same} --resume --snapshot-path dp-half.pt"
 same = "--batch-size 16 --data-dir odd"
-exact = f"float32 ddp_torchrun.py 2 {same} --model convnet --deterministic"
 TOGETHER = {  # by two ranks
     "ddp": f"{DTYPE} ddp_torchrun.py 2 {same}",
     "accumulate": f"{DTYPE} ddp_torchrun.py 2 --batch-size 4 --accumulate 4 --data-dir odd",
-    "whole": exact,
-    "half": exact.replace(" 2 ", " 1 ", 1),
-    "resumed": f"{exact} --resume --snapshot-path half.pt",
-    "undisturbed": f"float32 ddp_torchrun.py 3 {same} --deterministic",
-    "amp": f"float32 ddp_torchrun.py 3 {same} --deterministic --amp",
+    "whole": f"exact ddp_torchrun.py 2 {same} --model convnet",
+    "half": f"exact ddp_torchrun.py 1 {same} --model convnet",
+    "resumed": f"exact ddp_torchrun.py 2 {same} --model convnet --resume --snapshot-path half.pt",
+    "float32": f"exact ddp_torchrun.py 2 {same}",
+    "amp": f"exact ddp_torchrun.py 2 {same} --amp",
     "bn": f"{DTYPE} ddp_torchrun.py 1 --batch-size 16 --data-dir even --model resnet18",
     "compile": f"{DTYPE} ddp_torchrun.py 2 {same} --compile",
 }
@@ -77,12 +75,16 @@ def main(runs: dict[str, str]) -> None:
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.pop("WORLD_SIZE", 1))
     sys.path.insert(0, str(ROOT))
     join = dist.init_process_group
+    torch.set_float32_matmul_precision = lambda _: (
+        None
+    )  # without TF32, which rounds to three digits
+    torch.backends.cudnn.allow_tf32 = False
     if count == 1:
         nn.DataParallel = functools.partial(nn.DataParallel, device_ids=[0, 0])
     for name, run in runs.items():
         dtype, script, *words = run.split()
-        torch.set_default_dtype(getattr(torch, dtype))
-        torch.use_deterministic_algorithms(False)
+        torch.set_default_dtype(torch.float32 if dtype == "exact" else getattr(torch, dtype))
+        torch.use_deterministic_algorithms(dtype == "exact")
         store = f"file://{os.getcwd()}/store-{name}"  # each group needs a new one
         dist.init_process_group = functools.partial(
             join, init_method=store, rank=rank, world_size=world_size
@@ -161,7 +163,7 @@ def test_resume_is_exact_with_deterministic_kernels(trained, names):
 @two_ranks
 def test_amp_trains_in_bfloat16(trained):
     """A model without dropout, which draws other numbers for other types."""
-    assert 1e-5 < difference(trained("amp")[0], trained("undisturbed")[0]) < 0.1
+    assert 1e-5 < difference(trained("amp")[0], trained("float32")[0]) < 0.1
 
 
 def test_trains_on_all_devices(start):
@@ -178,24 +180,10 @@ def test_trains_on_all_devices(start):
     for job in jobs:
         text = job.finish()
         assert epochs(text)[-1]["accuracy"] > 97 and ("[CPU" in text) is (kind == "cpu")
-    backend = dist.get_default_backend_for_device(kind)  # nccl, xccl ...
     numbers = [":0" if one_gpu else f":{rank}" if count else "" for rank in range(ranks)]
     for job in jobs[-2:] if pair else []:
-        lines = re.findall(r"^\[rank .* device (.*) \| backend (.*)", job.text, re.M)
-        assert sorted(lines) == [(f"{kind}{number}", backend) for number in numbers]
-
-
-@two_ranks
-def test_the_template_trains_on_all_devices(start):
-    """Or on as many as divide its global batch of 64."""
-    ranks = math.gcd(64, count) if count > 1 else 2
-    launch = TORCHRUN.format(ranks).replace("ddp_torchrun.py", "docs/real_run.py")
-    text = start(launch, **TWIN).finish()
-    devices = re.findall(rf"^\[rank \d+ of {ranks}\] (.*), epoch 0 of 5$", text, re.M)
-    cuda = [f"cuda:{0 if one_gpu else rank}" for rank in range(ranks)]
-    assert sorted(devices) == sorted(cuda if kind == "cuda" else ["cpu"] * ranks)
-    correct = re.findall(r"^epoch \d: (\d+) of 303, ", text, re.M)
-    assert len(correct) == 5 and int(correct[-1]) > 280
+        lines = re.findall(rf"^\[rank \d+ of {ranks}\] (.*)", job.text, re.M)
+        assert sorted(lines) == [f"{kind}{number}" for number in numbers]
 
 
 # --- faults ---------------------------------------------------------------------------------------
@@ -203,7 +191,7 @@ def test_the_template_trains_on_all_devices(start):
 
 @pytest.fixture
 def over(record_property):
-    """over(since, what): so many seconds have passed, which benchmarks/gpu.py has in its report.
+    """over(since, what): so many seconds have passed, which tools/gpu.py has in its report.
     A rehearsal has no limit, because a CPU may have much else to do."""
 
     def over(since: float, what: str, limit: float = 1000) -> None:
@@ -228,12 +216,12 @@ def test_an_exception_in_one_rank_ends_the_other(start, over):
 def test_all_ranks_refuse_a_snapshot_together(start, over, trained, tmp_path):
     torch.save(trained("whole")[0], tmp_path / "checkpoint.pt")
     options = ("--dataset", "fashion-mnist", "--data-dir", trained.data, "--model", "convnet")
-    job = start(TORCHRUN.format(2), 9, *options, "--lr", 0.5, "--resume", **TWIN)
+    job = start(TORCHRUN.format(2), 9, *options, "--momentum", 0.5, "--resume", **TWIN)
     job.wait_for("^error: ")
     since = time.monotonic()
     text = job.finish(1)
     over(since, "a snapshot that is refused: until the job is over", limit=5)
-    assert text.count("error: checkpoint.pt was made with --lr 0.01, not 0.5\n") == 2
+    assert text.count("error: checkpoint.pt was made with momentum 0.9, not 0.5\n") == 2
 
 
 @two_ranks
@@ -249,24 +237,25 @@ def test_two_nodes_with_other_options_refuse_together(start, over):
     jobs[0].wait_for("^error: ")
     since = time.monotonic()
     for job in jobs:
-        assert "error: lr is 0.01 on rank 0, and 0.1 on rank 1\n" in job.finish(1)
+        assert "error: lr is 0.01 on rank 0, and 0.1 on rank 1: " in job.finish(1)
     over(since, "another option on one of two nodes: until both are over", limit=5)
 
 
 @two_ranks
 def test_a_killed_rank_is_restarted(start, over, trained, tmp_path):
     """With --save-steps, so within an epoch, and ends with the weights of an undisturbed run."""
-    options = (3, "--dataset", "fashion-mnist", "--data-dir", trained.data, "--batch-size", 16)
-    options += ("--deterministic", "--save-steps", 5, "--resume")
+    options = (2, "--dataset", "fashion-mnist", "--data-dir", trained.data, "--batch-size", 16)
+    options += ("--save-steps", 5, "--resume")
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": 1, "LADDER_SLOW": "0:0.05", **TWIN}
+    env["LADDER_DTYPE"] = DTYPE
     job = start(TORCHRUN.format("2 --max-restarts=1"), *options, **env)
-    job.wait_for(r"^Epoch 1 \| Step 10 \| Saved at")
+    job.wait_for(r"^Epoch 1 \| Step 35 \| Saved at")
     os.kill(job.workers()[1], signal.SIGKILL)
     since = time.monotonic()
     job.wait_for("^Resuming training from snapshot at Epoch 1")
     over(since, "kill -9 of a rank, --max-restarts=1: until training goes on")
     job.finish()
-    assert same_bytes(load(tmp_path / "checkpoint.pt"), trained("undisturbed")[0])
+    assert difference(load(tmp_path / "checkpoint.pt"), trained("ddp")[0]) < CLOSE
 
 
 @two_ranks
