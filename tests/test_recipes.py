@@ -1,76 +1,142 @@
 """docs/recipes.md: each change fits the script, and does what the page says of it."""
 
-import functools
 import json
+import math
 import os
 import re
-import runpy
 import shutil
 import signal
 import subprocess
 import sys
-from itertools import zip_longest
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from unittest.mock import ANY, Mock, call
+from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from helpers.files import difference, load, patched, same_bytes
 from helpers.jobs import ROOT, command, epochs, every_script
 from helpers.ranks import train
 from PIL import Image
 from torch import nn
-from torch._dynamo.testing import CompileCounter
 from torch.utils.data import DataLoader
 from torchvision.models import ResNet18_Weights, resnet18
 
+from common.data import make_digits
+
 pytestmark = pytest.mark.numbers
 
+SCRIPT = "ddp_torchrun.py"
 PAGE = (ROOT / "docs" / "recipes.md").read_text()
-FOLDER = ROOT / "docs" / "recipes"
-FILES = {path.stem: path.read_text() for path in FOLDER.glob("*.diff")}
+FILES = {path.stem: path.read_text() for path in ROOT.glob("recipes/*.diff")}
 RECIPES = {**FILES, **dict(re.findall(r"```diff (\w+)\n(.*?)```", PAGE, re.S))}
-SMALL = ("--model", "mlp", "--batch-size", 8, "--lr", 0.1)  # five steps an epoch
+SMALL = ("--model", "mlp", "--batch-size", 8, "--lr", 0.1)  # do() then takes five steps an epoch
+DIGITS = """@@ 80 digits in place of 12,000
+ from common.seed import set_seed
++from common.data import make_digits
++
++load_dataset = lambda *_: (make_digits(80, 0), make_digits(10, 1))
+"""
+KEEP = """@@ the snapshot of mid-epoch stays under another name
+             log(f"Epoch {epoch} | Step {step} | Saved at {args.snapshot_path}")
++            if dist.get_rank() == 0:
++                os.link(args.snapshot_path, "middle.pt")
+"""
 
 
 @pytest.fixture
-def apply(make, monkeypatch, tmp_path):
-    """apply(recipes or None, *arguments) -> as make(), of a script with these recipes."""
-    monkeypatch.syspath_prepend(tmp_path)
+def recipe(tmp_path, monkeypatch):
+    """recipe(names, *hunks, script, edit) -> the path of a script with these recipes and hunks.
+
+    `edit` changes the recipes' text first. do() then runs this script.
+    """
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
-    def apply(names, *arguments, script="ddp_torchrun.py", edit=str):
+    def recipe(names: str, *hunks: str, script: str = SCRIPT, edit=str) -> Path:
         text = (ROOT / script).read_text()
-        for name in (names or "").split():
-            text = patched(text, edit(RECIPES[name]))
-        (tmp_path / script).write_text(text)
-        monkeypatch.setitem(sys.modules, script[:-3], ModuleType("forgotten after the test"))
-        del sys.modules[script[:-3]]
-        return make(script, *arguments)
+        for diff in (*(edit(RECIPES[name]) for name in names.split()), *hunks):
+            text = patched(text, diff)
+        path = tmp_path / f"script{len([*tmp_path.glob('script*')])}" / script
+        path.parent.mkdir()
+        path.write_text(text)
+        monkeypatch.syspath_prepend(path.parent)
+        monkeypatch.setitem(sys.modules, path.stem, ModuleType("forgotten after the test"))
+        del sys.modules[path.stem]
+        return path
 
-    return apply
+    return recipe
+
+
+@pytest.fixture
+def resumed(recipe, tmp_path):
+    """resumed(names, *hunks) -> the last snapshot and the output of one process.
+
+    It ends as two ranks do, which take its batch of 16 samples in four micro-batches, and as they
+    do when they resume from a snapshot of epoch 1's first step. All in double precision.
+    """
+
+    def resumed(
+        names: str,
+        *hunks: str,
+        edit=str,
+        arguments: tuple = ("--model", "mlp", "--lr", 0.1),
+        batch: tuple = (4, "--accumulate", 2),
+        save_steps: int = 6,
+        one_process: bool = True,
+        tolerance: float = 1e-12,
+    ) -> tuple:
+        path = recipe(names, *hunks, KEEP, edit=edit)
+        two = (2, 2, *arguments, "--batch-size", *batch, "--save-steps", save_steps)
+        text = train(tmp_path, path, 2, *two, dtype="float64")
+        whole, middle = load(tmp_path / "checkpoint.pt"), load(tmp_path / "middle.pt")
+        assert middle["epoch"] == 1 and middle["samples_seen"] == 16
+        two = (*two, "--resume", "--snapshot-path", "middle.pt")
+        train(tmp_path, path, 2, *two, dtype="float64")
+        runs = [whole, load(tmp_path / "middle.pt")]
+        if one_process:
+            one = (2, 2, *arguments, "--batch-size", 16, "--snapshot-path", "one.pt")
+            text = train(tmp_path, path, 1, *one, dtype="float64")
+            runs.append(load(tmp_path / "one.pt"))
+        for snapshot in runs:
+            del snapshot["args"]
+            if "scheduler" in snapshot:  # the rest of it has words
+                snapshot["scheduler"] = snapshot["scheduler"]["last_epoch"]
+        for run in runs[1:]:
+            torch.testing.assert_close(run, whole, rtol=0, atol=tolerance)
+        return runs[-1], text
+
+    return resumed
+
+
+@pytest.fixture
+def each_step(monkeypatch):
+    """each_step(look) calls look(parameter group) before each step of SGD."""
+
+    def each_step(look: Callable) -> None:
+        step = torch.optim.SGD.step
+        new = lambda own: look(own.param_groups[0]) or step(own)  # noqa: E731
+        monkeypatch.setattr(torch.optim.SGD, "step", new)
+
+    return each_step
 
 
 def test_every_recipe_is_applied_by_a_test():
     code = "".join(path.read_text() for path in Path(__file__).parent.glob("test_recipes*.py"))
-    names = RECIPES.keys() - {"padded"}  # which test_your_loop.py applies
-    assert [name for name in names if not re.search(rf'"(\w+ )?{name}"', code)] == []
-    assert [path.name for path in FOLDER.glob("*.py") if f'"{path.name}"' not in code] == []
+    assert [name for name in RECIPES if not re.search(rf'"(\w+ )*{name}( \w+)*"', code)] == []
+    assert [path.name for path in ROOT.glob("recipes/*.py") if f'"{path.name}"' not in code] == []
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_is_applied_by_git(tmp_path, name):
     """It is stricter than `patch`, because it takes no context that has changed."""
-    file = re.search(r"^\+\+\+ b/(.*)", FILES[name], re.M)[1]
-    (tmp_path / "docs").mkdir()
-    (tmp_path / file).write_text((ROOT / file).read_text())
-    subprocess.run(["git", "apply", FOLDER / f"{name}.diff"], cwd=tmp_path, check=True)
-    assert (tmp_path / file).read_text() == patched((ROOT / file).read_text(), FILES[name])
-
-
-SMALL_PHOTOS = functools.partial(re.sub, "= 224", "= 32")
+    shutil.copy(ROOT / SCRIPT, tmp_path)
+    subprocess.run(["git", "apply", ROOT / "recipes" / f"{name}.diff"], cwd=tmp_path, check=True)
+    assert (tmp_path / SCRIPT).read_text() == patched((ROOT / SCRIPT).read_text(), FILES[name])
 
 
 @pytest.fixture
@@ -86,359 +152,179 @@ def photos(tmp_path):
     return "--data-dir", "photos", "--batch-size", 8
 
 
-def test_images_from_disk(apply, photos, capsys, tmp_path):
+SMALL_PHOTOS = partial(re.sub, "side=224", "side=32")
+
+
+def test_images_from_disk(recipe, do, photos):
     """Normalised, in all of their colours, and for training also flipped and cropped."""
-    _, trainer = apply("images", 1, *photos, edit=SMALL_PHOTOS)
-    trainer.train(1)
-    assert epochs(capsys.readouterr().out)[0]["total"] == 9
-    assert load(tmp_path / "checkpoint.pt")["model"]["fc.weight"].shape == (3, 512)
+    recipe("images", edit=SMALL_PHOTOS)
+    job = do(SCRIPT, 1, *photos)
+    assert epochs(job.text)[0]["total"] == 9
+    assert load(Path("checkpoint.pt"))["model"]["fc.weight"].shape == (3, 512)
+    train_set, val_set = job.module.load_photos("photos")
     for channel, mean, std in ((0, 0.485, 0.229), (1, 0.456, 0.224), (2, 0.406, 0.225)):
-        photos = [photo for photo, name in trainer.test_data.dataset if name == 2 - channel]
-        assert [photo[channel, 16, 30].item() for photo in photos] == 3 * [
-            pytest.approx((1 - mean) / std)
-        ]
-    crops = [trainer.train_data.dataset[0][0][2] for _ in range(20)]  # of a blue photo
+        found = [photo[channel, 16, 30].item() for photo, name in val_set if name == 2 - channel]
+        assert found == 3 * [pytest.approx((1 - mean) / std)]
+    crops = [train_set[0][0][2] for _ in range(20)]  # of a blue photo
     assert {crop.shape for crop in crops} == {(32, 32)}
     assert {(crop[16, 31] - crop[16, 0]).sign().item() for crop in crops} >= {-1, 1}
     assert len({crop.sum().item() for crop in crops}) > 10
 
 
-def test_pretrained_weights(apply, photos, monkeypatch, tmp_path):
+def test_pretrained_weights(recipe, do, photos, monkeypatch, tmp_path):
     weights, folder = resnet18().state_dict(), tmp_path / "weights" / "checkpoints"
     folder.mkdir(parents=True)
     torch.save(weights, folder / Path(ResNet18_Weights.DEFAULT.url).name)
     monkeypatch.setattr(torch.hub, "_hub_dir", None)
-    _, trainer = apply("images pretrained", 1, *photos, edit=SMALL_PHOTOS)
-    model = trainer.model.module
-    assert torch.equal(model.layer4[1].conv2.weight, weights["layer4.1.conv2.weight"])
-    assert model.fc.out_features == 3
+    recipe("images pretrained", edit=SMALL_PHOTOS)
+    do(SCRIPT, 1, *photos, "--lr", 0)
+    model = load(Path("checkpoint.pt"))["model"]
+    assert torch.equal(model["layer4.1.conv2.weight"], weights["layer4.1.conv2.weight"])
+    assert model["fc.bias"].shape == (3,)
 
 
-def test_text_of_unequal_length(apply, monkeypatch, tmp_path):
-    """One class has more of the letter a; padding changes no output, and is compiled once."""
-    lines = [f"{n % 2}\t{'ab'[n % 2] * (3 + n % 7)}{'c' * (n % 5)}\n" for n in range(40)]
-    (tmp_path / "train.txt").write_text("".join(lines))
-    (tmp_path / "val.txt").write_text("".join(lines[:9]))
-    graphs = CompileCounter()
-    compiled = functools.partialmethod(nn.Module.compile, backend=graphs)
-    monkeypatch.setattr(nn.Module, "compile", compiled)
-    module, trainer = apply("text", 3, "--data-dir", ".", "--batch-size", 8, "--lr", 1, "--compile")
-    trainer.train(3)
-    old = torch.__version__.startswith("2.11.")  # compiles no nn.Sequential (pytorch#150915)
-    assert graphs.frame_count == (0 if old else 2)  # training and evaluation
-    assert trainer._evaluate()[1] == 9
-    texts, _ = module.pad(trainer.test_data.dataset)
-    assert (texts == 0).any()
-    model = trainer.model.module
-    each = [model(text[None]) for text, _ in trainer.test_data.dataset]
-    assert torch.allclose(model(texts), torch.cat(each), atol=1e-6)
-
-
-def test_warm_up_and_cosine_are_resumed_and_at_another_rate(apply, monkeypatch, tmp_path):
-    _, trainer = apply("schedule", 3, *SMALL, "--snapshot-path", "whole.pt")
-    rates, (group,) = [], trainer.optimizer.param_groups
-    trainer.optimizer.register_step_pre_hook(lambda *_: rates.append(group["lr"]))
-    trainer.train(3)
-    assert rates[:6] == sorted(rates[:6]) and rates[0] < 0.002 and rates[5] == pytest.approx(0.1)
-    assert rates[5:] == sorted(rates[5:], reverse=True) and len(rates) == 15
-    _, trainer = apply("schedule", 3, *SMALL, "--save-steps", 1)
-    trainer.optimizer.register_step_pre_hook(Mock(side_effect=[None, KeyboardInterrupt]))
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train(3)
-    stopped = load(tmp_path / "checkpoint.pt")
-    assert stopped["epoch"] == 0 and stopped["samples_seen"] == 8
-    apply("schedule", 3, *SMALL, "--resume")[1].train(3)
-    assert same_bytes(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt"))
-    torch.save(stopped, tmp_path / "checkpoint.pt")
-    monkeypatch.setattr(sys, "argv", ["", "checkpoint.pt", "0.2"])
-    runpy.run_path(FOLDER / "change_lr.py")
-    _, trainer = apply("schedule", 3, *SMALL[:-1], 0.2, "--resume")
-    assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(2 * rates[1])
-    trainer.train(2)
-    assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(2 * rates[10])
-
-
-def test_the_best_snapshot_is_kept(apply, tmp_path):
-    for total, answers, best in ((2, [3, 7], 2), (4, [5, 6], 2), (5, [8], 5)):
-        _, trainer = apply("best", total, *SMALL, "--resume")
-        scores = [torch.tensor([0.0, right]) for right in answers]
-        trainer._evaluate = iter(scores).__next__
-        trainer.train(total)
-        assert load(tmp_path / "checkpoint.pt.best")["epoch"] == best
-        assert load(tmp_path / "checkpoint.pt")["epoch"] == total
-
-
-def test_early_stopping_counts_on_in_a_resumed_run(apply, tmp_path):
-    """A NaN is no improvement, and no lowest loss either; what has stopped stays stopped."""
-    losses = torch.tensor([3, 2, 2.5, 2, 1, 1, torch.nan, 4])  # the last three are no better
-    starts = ((9, 0, "--snapshot-path", "whole.pt"), (7, 0), (9, 7, "--resume"), (9, 8, "--resume"))
-    for total, first, *options in starts:
-        _, trainer = apply("early", total, 9, *SMALL, *options)
-        values = [torch.stack([10 * loss, torch.tensor(5)]) for loss in losses[first:]]
-        trainer._evaluate = iter(values).__next__
-        trainer.train(total)
-    whole, resumed = load(tmp_path / "whole.pt"), load(tmp_path / "checkpoint.pt")
-    assert whole["epoch"] == resumed["epoch"] == 8 and same_bytes(resumed, whole)
-    assert whole["early"] == resumed["early"] == (10.0, 3)
-
-
-def test_early_stopping_of_two_ranks(apply, fashion, tmp_path):
-    """Without any learning the loss stays as it is."""
-    apply("best early", 1, *SMALL)  # the page says that both go together
-    options = (9, 9, *fashion(16, 8), "--lr", 0, "--timeout", 30)
-    text = train(tmp_path, tmp_path / "ddp_torchrun.py", 2, *options)
-    assert len(epochs(text)) == 4 and "Total time: " in text
-    assert load(tmp_path / "checkpoint.pt")["epoch"] == 4
-
-
-@pytest.mark.slow("a real torchrun")
-@pytest.mark.parametrize(("whom", "status"), [("torchrun", 1), ("rank 1", 0)])
-def test_a_stop_that_saves_at_once(apply, fashion, start, tmp_path, whom, status):
-    """After ten steps or more. The loader's workers ignore the signal, as the page says."""
-    (ignore,) = re.findall(r"`(signal\.signal.*?)`", PAGE)
-    apply("stop", 1)
-    shutil.copytree(ROOT / "common", tmp_path / "common")
-    loader = tmp_path / "common" / "loader.py"
-    lines = f"@@\n def _end_with_the_rank(worker_id: int) -> None:\n+    {ignore}\n"
-    lines += "@@\n import os\n+import signal\n"
-    loader.write_text(patched(loader.read_text(), lines))
-    options = (1, *fashion(800, 10), "--batch-size", 8, "--log-interval", 1)
-    train(tmp_path, "ddp_torchrun.py", 2, *options, "--snapshot-path", "whole.pt")
-    path = tmp_path / "ddp_torchrun.py"
-    launch = f"torchrun --standalone --nproc_per_node=2 {path}"
-    workers = ("--num-workers", 1) if whom == "torchrun" else ()
-    job = start(launch, *options, *workers, LADDER_SLOW="0:0.1")
-    job.wait_for(r"Epoch 0 \| Step 12 ")
-    os.kill(job.process.pid if whom == "torchrun" else job.workers()[1], signal.SIGTERM)
-    text = job.finish(status)
-    assert text.count("Epoch 0 | Stopped, saved at checkpoint.pt\n") == 1
-    assert 'ddp_torchrun.py", line' not in text, text  # torchrun shows a traceback of its own
-    whole, stopped = load(tmp_path / "whole.pt"), load(tmp_path / "checkpoint.pt")
-    assert stopped["samples_seen"] in (320, 480, 640) and not same_bytes(stopped, whole)
-    train(tmp_path, path, 2, *options, "--resume")
-    assert same_bytes(load(tmp_path / "checkpoint.pt"), whole)
-
-
-def test_each_sample_tests_one_fold_and_folds_are_resumed(apply, capsys, tmp_path):
-    tested = []
-    for fold in range(5):
-        _, trainer = apply("folds", 1, *SMALL, "--fold", fold)
-        parts = [data.dataset.indices for data in (trainer.test_data, trainer.train_data)]
-        assert sorted(parts[0] + parts[1]) == list(range(40))
-        tested += parts[0]
-    assert sorted(tested) == list(range(40))
+def test_mixup_of_training_samples_alone(recipe, do, monkeypatch):
+    recipe("mixup")
+    seen, loss = [], F.cross_entropy
+    see = lambda outputs, targets: seen.append(targets) or loss(outputs, targets)  # noqa: E731
+    monkeypatch.setattr(F, "cross_entropy", see)
     for total, *options in ((2, "--snapshot-path", "whole.pt"), (1,), (2, "--resume")):
-        apply("folds", total, *SMALL, "--fold", 3, *options)[1].train(total)
-    assert same_bytes(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt"))
-    with pytest.raises(SystemExit, match="was made with --fold 3, not 2"):
-        apply("folds", 2, *SMALL, "--fold", 2, "--resume")
-    epoch, *_ = epochs(capsys.readouterr().out)
-    assert epoch["total"] == 8
+        do(SCRIPT, total, *SMALL, *options)
+    assert same_bytes(load(Path("checkpoint.pt")), load(Path("whole.pt")))
+    mixed = torch.cat(seen[:5])
+    assert mixed.shape == (40, 10) and torch.allclose(mixed.sum(dim=1), torch.ones(40))
+    assert 0.5 < mixed.max(dim=1)[0].mean() < 0.99
+    assert torch.equal(torch.cat(seen[5:7]), make_digits(10, 1).targets)
 
 
-def test_a_new_head_on_old_weights(apply, tmp_path):
-    apply(None, 1)[1].train(1)
-    (tmp_path / "checkpoint.pt").rename(tmp_path / "old.pt")
-    old = load(tmp_path / "old.pt")["model"]
-    for total, *options in ((2, "--snapshot-path", "whole.pt"), (1,), (2, "--resume")):
-        _, trainer = apply("head", total, *options)
-        now = trainer.model.module.state_dict()
-        new = [name for name in old if not torch.equal(old[name], now[name])]
-        assert new == (list(old) if "--resume" in options else list(old)[-2:])
-        trainer.train(total)
-    assert same_bytes(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt"))
+TEXTS = """@@ texts of unequal lengths, with more of one letter in each class
+ def ddp_setup(args):
++    global load_dataset
++    texts = [(n % 2, (n % 2 + 97) * torch.ones(3 + n * n % 37).long()) for n in range(80)]
++    texts = [(torch.cat([text, torch.tensor([99])]), name) for name, text in texts]
++    load_dataset = lambda *_: (texts, texts[:9])
+@@
+-    model = build_model(args.model, train_set[0][0].shape).to(device)  # your model
++    bag = nn.EmbeddingBag(256, 64, mode="mean", padding_idx=0)
++    model = nn.Sequential(bag, nn.Linear(64, 2)).to(device)
+"""
 
 
-def test_channels_last_and_tf32(apply, capfd, tmp_path):
-    """The layout goes from the weights to what the layers hand on."""
-    apply(None, 2, "--snapshot-path", "plain.pt")[1].train(2)
-    try:
-        for total, *options in ((2, "--snapshot-path", "whole.pt"), (1,), (2, "--resume")):
-            _, trainer = apply("fast", total, *options)
-            layouts = set()
-            for layer in trainer.model.module.features:
-                layer.register_forward_hook(
-                    lambda _, inputs, output, layouts=layouts: layouts.add(
-                        output.is_contiguous(memory_format=torch.channels_last)
-                    )
-                )
-            trainer.train(total)
-            assert layouts == {True} and torch.get_float32_matmul_precision() == "high"
-    finally:
-        torch.set_float32_matmul_precision("highest")
-    whole = load(tmp_path / "whole.pt")
-    assert same_bytes(load(tmp_path / "checkpoint.pt"), whole)
-    assert difference(load(tmp_path / "plain.pt"), whole) < 1e-4
-    assert "strides" not in capfd.readouterr().err  # DDP warns where gradients do not fit its view
+def test_text_of_unequal_length(resumed, do):
+    text = resumed("text", TEXTS, arguments=("--lr", 1))[1]
+    assert epochs(text)[-1]["correct"] == 9
+    padded, labels = do.module(SCRIPT).pad([(torch.tensor([5, 6]), 1), (torch.tensor([7]), 0)])
+    assert padded.tolist() == [[5, 6], [7, 0]] and labels.tolist() == [1, 0]
 
 
-def test_a_profile_of_each_rank(apply, fashion, tmp_path):
-    """It changes no weights, in a resumed run either."""
-    edit = functools.partial(re.sub, "step == 10", "step == 3")
-    for name, total, *options in ((None, 2, "--snapshot-path", "whole.pt"), ("profile", 1)):
-        apply(name, total, *SMALL, *options, script="ddp_spawn.py", edit=edit)[1].train(total)
-    apply("profile", 2, *SMALL, "--resume", script="ddp_spawn.py", edit=edit)[1].train(2)
-    assert same_bytes(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt"))
-    (tmp_path / "trace0.json").unlink()
-    train(tmp_path, tmp_path / "ddp_spawn.py", 2, 1, *fashion(80, 8), "--batch-size", 8)
-    for rank in range(2):
-        events = json.loads((tmp_path / f"trace{rank}.json").read_text())["traceEvents"]
-        names = {event["name"] for event in events}
-        assert {"gloo:all_reduce", "Optimizer.step#SGD.step"} <= names, names
+PAIRS = """@@ pairs of digits, and a model that compares them
++def pairs(images):
++    samples = []
++    for index in range(len(images)):
++        (left, one), (right, other) = images[index], images[index // 7]
++        samples.append({"left": left, "right": right, "labels": int(one == other)})
++    return samples
++
++
++class Siamese(nn.Module):
++    def __init__(self):
++        super().__init__()
++        self.encoder, self.head = nn.Linear(784, 8), nn.Linear(8, 2)
++
++    def forward(self, left, right):
++        left, right = self.encoder(torch.cat([left, right]).flatten(1)).chunk(2)
++        return argparse.Namespace(logits=self.head(left - right))
++
++
+ def ddp_setup(args):
+@@
+-    train_set, val_set = load_dataset(args.dataset, args.data_dir)  # your data
++    train_set, val_set = map(pairs, load_dataset(args.dataset, args.data_dir))
+@@
+-    model = build_model(args.model, train_set[0][0].shape).to(device)  # your model
++    model = Siamese().to(device)
+"""
 
 
-def test_a_metric_of_all_predictions(apply, fashion, tmp_path):
-    """Ranks with 5 and 4 of them find what one process finds."""
-    module, _ = apply("gather", 1, *SMALL)
-    predicted, targets = torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 1, 1])
-    assert module.macro_f1(predicted, targets) == pytest.approx((2 / 3 + 4 / 5) / 2)
-    found = []
-    for processes in (1, 2):
-        options = (1, *fashion(80, 9), "--batch-size", 8 // processes)
-        text = train(tmp_path, tmp_path / "ddp_torchrun.py", processes, *options, dtype="float64")
-        found += re.findall(r"^F1: (.*)$", text, re.M)
-    assert len(found) == 2 and found[0] == found[1] != "0.0000"
+def test_batches_that_are_dicts_or_pairs(resumed, recipe, tmp_path):
+    resumed("dicts", DIGITS, PAIRS)
+    dicts = load(tmp_path / "checkpoint.pt")["model"]
+    old = '{"left": left, "right": right, "labels": int(one == other)}'
+    path = recipe("", DIGITS, PAIRS.replace(old, "((left, right), int(one == other))"))
+    ((moved, called),) = re.findall(r"`(inputs = \[.*?\])` and `(model\(\*inputs\))`", PAGE, re.S)
+    text = re.sub(r"( +)inputs = inputs\.to.*", rf"\1{' '.join(moved.split())}", path.read_text())
+    path.write_text(text.replace("model(inputs)", f"{called}.logits"))
+    train(tmp_path, path, 2, 2, *SMALL, dtype="float64")
+    torch.testing.assert_close(load(tmp_path / "checkpoint.pt")["model"], dicts, rtol=0, atol=1e-12)
 
 
-@pytest.mark.slow("a real torchrun")
-def test_a_debugger_in_one_rank(apply, tmp_path):
-    apply("breakpoint", 1, *SMALL)
-    launch = f"torchrun --standalone --nproc_per_node=2 {tmp_path}/ddp_torchrun.py"
-    words = command(launch, 1, "--model", "mlp")
-    typed = "up\np number * 1111\nc\n"
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, input=typed, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert "(Pdb) 3333\n" in done.stdout and "Total time: " in done.stdout, done.stdout
+TOKENS = """@@ texts of 2 to 9 tokens, and a model that shifts the labels as Hugging Face's do
++def texts(images):
++    samples = []
++    for index in range(len(images)):
++        ids = (torch.arange(9) * (index % 3 + 1) + index) % 20
++        kept = torch.arange(9) < 2 + index % 8
++        samples.append({"input_ids": ids, "labels": torch.where(kept, ids, -100)})
++    return samples
++
++
++class Causal(nn.Sequential):
++    def forward(self, input_ids, labels, num_items_in_batch=None):
++        scores, labels = super().forward(input_ids)[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
++        how = "mean" if num_items_in_batch is None else "sum"
++        loss = F.cross_entropy(scores, labels, reduction=how)
++        return argparse.Namespace(loss=loss / (1 if how == "mean" else num_items_in_batch))
++
++
+ def ddp_setup(args):
+@@
+-    train_set, val_set = load_dataset(args.dataset, args.data_dir)  # your data
++    train_set, val_set = map(texts, load_dataset(args.dataset, args.data_dir))
+@@
+-    model = build_model(args.model, train_set[0][0].shape).to(device)  # your model
++    model = Causal(nn.Embedding(20, 8), nn.Linear(8, 20)).to(device)
+"""
 
 
-@pytest.mark.parametrize("names", ["clip", "fp16 clip"])
-def test_clipping(apply, names):
-    """With fp16, after the line that the page names for it."""
-    (unscale,) = re.findall(r"`(self\.scaler\.unscale_.*)`", PAGE)
-    lines = f"+            {unscale}\n" if "fp16" in names else ""
-    edit = functools.partial(re.sub, r"(?=\+            nn\.utils)", lines)
-    options = (*SMALL, "--momentum", 0, *["--amp"] * ("fp16" in names))
-    _, trainer = apply(names, 1, *options, edit=edit)
-    trainer.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-    start = nn.utils.parameters_to_vector(trainer.model.parameters()).detach()
-    trainer._run_batch(3 * torch.randn(8, 1, 28, 28), torch.zeros(8).long(), 1.0, True)
-    moved = nn.utils.parameters_to_vector(trainer.model.parameters()).detach() - start
-    assert moved.norm() == pytest.approx(0.1, rel=1e-2)  # the rate times max_norm
+def test_a_causal_language_model_is_that_of_one_process(resumed):
+    """Each rank has other numbers of tokens; the next one can be told from the last."""
+    first, last = epochs(resumed("dicts causal", DIGITS, TOKENS, batch=(8,))[1])
+    assert last["val_loss"] < first["val_loss"] and last["accuracy"] == 0
 
 
-def test_fp16_and_its_scale_are_resumed(apply, capsys, tmp_path):
-    """The scale is doubled after two good steps, and halved by a step whose gradients overflow."""
-    edit = functools.partial(re.sub, "device.type, enabled", "device.type, 64, 2, 0.5, 2, enabled")
-    for total, *options in ((3, "--snapshot-path", "whole.pt"), (1,), (3, "--resume")):
-        _, trainer = apply("fp16", total, *SMALL, "--amp", *options, edit=edit)
-        trainer.train(total)
-    whole, resumed = load(tmp_path / "whole.pt"), load(tmp_path / "checkpoint.pt")
-    assert same_bytes(resumed, whole) and resumed["scaler"] == whole["scaler"]
-    scale = trainer.scaler.get_scale()
-    assert scale == 64 * 2**7  # 15 good steps
-    trainer._run_batch(torch.full((8, 1, 28, 28), 1e6), torch.zeros(8).long(), 1.0, True)
-    assert trainer.scaler.get_scale() == scale / 2
-    assert same_bytes({**whole, "model": trainer.model.module.state_dict()}, whole)
-    apply(None, 3, *SMALL, "--snapshot-path", "plain.pt")[1].train(3)
-    losses = [epoch["train_loss"] for epoch in epochs(capsys.readouterr().out)]
-    # Processors round fp16 differently, so a loss may be off by 3% after three epochs. If the scale
-    # were not undone, the rate would be 64 times as high.
-    assert losses[:3] == losses[3:6] == pytest.approx(losses[6:], rel=0.2)
-    assert apply("fp16", 3, *SMALL, "--amp", "--snapshot-path", "plain.pt", "--resume")
+RARE = """@@ eight of class 1, and 72 of class 0
+ load_dataset = lambda *_: (make_digits(80, 0), make_digits(10, 1))
++data = load_dataset()
++for part in data:
++    part.targets = (part.targets == 3).long()
++load_dataset = lambda *_: data
+"""
 
 
-def test_both_optimizers_are_resumed(apply, tmp_path):
-    """Of the smaller model, because Muon's bfloat16 is slow on some processors."""
-    options = ("--batch-size", 8, "--lr", 0.1)
-    apply("optimizers", 2, *options, "--snapshot-path", "whole.pt")[1].train(2)
-    _, trainer = apply("optimizers", 1, *options)
-    start = [parameter.clone() for parameter in trainer.model.parameters()]
-    trainer.train(1)
-    assert not any(map(torch.equal, start, trainer.model.parameters()))
-    assert all(parameter.grad is None for parameter in trainer.model.parameters())
-    apply("optimizers", 2, *options, "--resume")[1].train(2)
-    assert same_bytes(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt"))
+def test_rare_classes_are_drawn_as_often_as_others(resumed, do):
+    resumed("rare", DIGITS, RARE)
+    data = make_digits(1001, 0)
+    data.targets = (data.targets == 0).long()  # 101 of 1,001
+    shares = []
+    for epoch in (3, 4):
+        for rank in range(2):
+            sampler = do.module(SCRIPT).Balanced(data, num_replicas=2, rank=rank, seed=7)
+            sampler.set_epoch(epoch)
+            shares.append([*sampler])
+            assert len(shares[-1]) == len(sampler) == 501
+    assert 450 < data.targets[shares[0] + shares[1]].sum() < 550
+    assert shares[0] != shares[1] and shares[:2] != shares[2:]
 
 
-def test_checkpointing_computes_twice_what_it_does_not_keep(apply, tmp_path):
-    """With dropout: the second pass draws the same units."""
-    passes = []
-    for name in (None, "checkpointing"):
-        _, trainer = apply(name, 1, "--batch-size", 8, "--snapshot-path", f"{name}.pt")
-        convolution = trainer.model.module.features[0]
-        convolution.register_forward_hook(lambda *_, name=name: passes.append(name))
-        trainer._run_epoch(0)
-        trainer._save_snapshot()
-    assert passes == 5 * [None] + 10 * ["checkpointing"]
-    assert same_bytes(load(tmp_path / "checkpointing.pt"), load(tmp_path / "None.pt"))
-
-
-def test_gradients_in_bf16(apply):
-    found = []
-    for name in (None, "bf16"):
-        trainer = apply(name, 1, *SMALL)[1]
-        last = list(trainer.model.parameters())[-1]
-        trainer.optimizer.register_step_pre_hook(lambda *_, last=last: found.append(last.grad))
-        trainer._run_batch(trainer.test_data.dataset.images.float(), torch.arange(10), 1.0, True)
-    plain, rounded = found
-    assert torch.equal(rounded, plain.bfloat16().float()) and not torch.equal(rounded, plain)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_rank_0_alone_has_a_tracker(apply, monkeypatch, rank):
-    wandb = Mock()
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    _, trainer = apply("tracker", 2, *SMALL)
-    trainer.rank = rank
-    trainer.train(2)
-    run, numbers = call.init(), dict.fromkeys(("loss/train", "loss/test", "accuracy"), ANY)
-    begin = call.init(project="digits", config=vars(trainer.args))
-    logged = [run.log(numbers, step=epoch) for epoch in (0, 1)]
-    assert wandb.mock_calls == ([] if rank else [begin, *logged, run.finish()])
-
-
-@every_script
-def test_tensorboard_shows_each_epoch_once(apply, capsys, monkeypatch, script):
-    """Also one that was trained after the snapshot, and is trained again; from rank 0 alone."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from tensorboard.summary.writer import event_file_writer
-
-    # File names end with the writer's number in this process, and 10 would be read before 9.
-    monkeypatch.setattr(event_file_writer, "_global_uid", Mock(**{"get.side_effect": range(9)}))
-    snapshot = Path("checkpoint.pt")
-    apply("tensorboard", 1, *SMALL, script=script)[1].train(1)
-    first = snapshot.read_bytes()
-    for total in (2, 3):
-        snapshot.write_bytes(first)
-        apply("tensorboard", total, *SMALL, "--resume", script=script)[1].train(total)
-    events = EventAccumulator("runs").Reload()
-    for name in ("loss/train", "loss/test", "accuracy"):
-        assert [event.step for event in events.Scalars(name)] == [0, 1, 2]
-    printed = {epoch["epoch"]: epoch["test_loss"] for epoch in epochs(capsys.readouterr().out)}
-    shown = {event.step: round(event.value, 4) for event in events.Scalars("loss/test")}
-    assert shown == pytest.approx(printed)
-    _, trainer = apply("tensorboard", 1, *SMALL, script=script)
-    if hasattr(trainer, "rank"):
-        files, trainer.rank = list(Path("runs").iterdir()), 1
-        trainer.train(1)
-        assert list(Path("runs").iterdir()) == files
-
-
-def test_inference(apply, capsys):
-    _, trainer = apply(None, 1, *SMALL)
-    trainer.train(1)
-    (classify,) = re.findall(r"```python classify.py\n(.*?)```", PAGE, re.S)
-    names = {}
-    exec(classify, names)
-    text = capsys.readouterr().out
-    model, (images, targets) = names["model"], names["test_set"].__getitems__(range(2000))
-    assert text.endswith(f"\n{(model(images).argmax(1) == targets).sum()} of 2000\n")
-    assert all(map(torch.equal, model.parameters(), trainer.model.parameters()))
+def test_whole_batches(resumed):
+    """Of 90 samples, 80 are trained on in five steps."""
+    more = DIGITS.replace("make_digits(80, 0)", "make_digits(90, 0)")
+    assert "Epoch 1 | Batchsize: 16 | Steps: 5\n" in resumed("whole", more)[1]
 
 
 def test_a_stream_trains_on_each_sample_once(run, tmp_path):
     """As one process does that takes the batches of both ranks together."""
-    program = FOLDER / "stream.py"
+    program = ROOT / "recipes" / "stream.py"
     text = run(f"torchrun --standalone --nproc_per_node=2 {program}", LADDER_ATEXIT=1)
     assert len(re.findall("^Python ends: (?!.*gloo)", text, re.M)) == 3, text
     assert re.findall(r"epoch (\d): \d+ of (\d+)", text) == [(str(n), "1000") for n in range(5)]
@@ -462,3 +348,412 @@ def test_a_stream_trains_on_each_sample_once(run, tmp_path):
         names["get_worker_info"] = lambda id=worker: SimpleNamespace(id=id, num_workers=2)
         seen += [inputs[0].item() for stream in streams for inputs, _ in stream]
     assert len(seen) == len(set(seen)) == 1_000
+
+
+# --- models, losses and metrics -----------------------------------------------------------------
+
+WOOD = "How much wood would a woodchuck chuck? " * 88  # of 64 bytes 48 blocks to learn, and 5
+TINY_GPT = partial(re.sub, "width=128, heads=4, layers=4", "width=16, heads=2, layers=2")
+
+
+@pytest.fixture
+def text(tmp_path):
+    """The arguments to train on a short text that repeats itself."""
+    (tmp_path / "input.txt").write_text(WOOD)
+    return "--data-dir", ".", "--lr", 0.01, "--warm-up", 18, "--cosine", "--clip", 1
+
+
+def test_gpt_is_that_of_one_process_and_is_resumed(resumed, text):
+    """Rounding errors grow in AdamW, which divides by the root of small squares."""
+    printed = resumed("gpt", edit=TINY_GPT, arguments=text, save_steps=4, tolerance=1e-10)[1]
+    assert re.search("Total time: .*\n\n[\\S\\s]{150}", printed)  # bytes of all kinds
+
+
+def test_gpt_learns_to_continue_the_text_and_does_not_look_ahead(recipe, do, text):
+    recipe("gpt", edit=TINY_GPT)
+    job = do(SCRIPT, 30, 30, *text, "--batch-size", 8)
+    model, optimizer = job.passes[-1][0].module, job.passes[-1][2]
+    matrices, others = optimizer.param_groups
+    assert {weights.ndim for weights in matrices["params"]} == {2}
+    assert {weights.ndim for weights in others["params"]} == {1}
+    assert len(matrices["params"] + others["params"]) == len([*model.parameters()])
+    assert (matrices["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    assert matrices["lr"] == others["lr"] < 1e-5  # at the end of the cosine
+    tokens = torch.tensor([list(WOOD[3088:].encode())])[:, :321]
+    blocks, targets = tokens[:, :-1].view(5, 64), tokens[:, 1:].reshape(5, 64)
+    scores, last = model.eval()(blocks), epochs(job.text)[-1]
+    loss = F.cross_entropy(scores.transpose(1, 2).reshape(-1, 256), targets.flatten())
+    assert last["val_loss"] == pytest.approx(loss.item(), abs=1e-4) and loss < 0.5
+    share = (scores.argmax(1) == targets).float().mean().item()
+    assert last["accuracy"] == pytest.approx(100 * share, abs=0.01) and share > 0.75
+    written = model.generate("How much wood", 200)
+    pairs = [one + other in WOOD for one, other in pairwise(written)]
+    assert written.startswith("How much wood") and sum(pairs) > 0.9 * len(pairs) > 150
+    changed = blocks[:1].clone()
+    changed[0, 40] += 1
+    for mode in (model.train(), model.eval()):
+        with torch.no_grad():
+            equal = torch.isclose(mode(blocks[:1]), mode(changed), atol=1e-5).all(dim=1)[0]
+        assert equal.tolist() == 40 * [True] + 24 * [False]
+
+
+def test_both_models_of_a_gan_are_those_of_one_process_and_are_resumed(resumed):
+    edit = partial(re.sub, r"torch.randn\(len\(real\), 64, .*?\)", "real.flatten(1)[:, :64]")
+    snapshot, printed = resumed("gan", DIGITS, edit=edit, arguments=("--lr", 0.001), tolerance=1e-9)
+    assert len(snapshot["optimizer"]["state"]) == 4 + 6
+    found = re.findall(r"Critic loss: (\S+) \| Generator loss: (\S+)", printed)
+    assert len(found) == 2 and all(0.01 < float(loss) < 5 for pair in found for loss in pair)
+
+
+def test_each_model_of_a_gan_learns_from_its_own_loss(recipe, do):
+    recipe("gan")
+    gan, real = do.module(SCRIPT).GAN(), torch.randn(8, 1, 28, 28)
+    generator, critic = gan.generator, gan.critic
+    torch.manual_seed(1)
+    found = torch.autograd.grad(gan(real).sum(), [*gan.parameters()])
+    torch.manual_seed(1)
+    made = generator(torch.randn(8, 64))
+    loss = F.softplus(-critic(made)).mean()
+    expected = torch.autograd.grad(loss, [*generator.parameters()], retain_graph=True)
+    loss = F.softplus(-critic(real)).mean() + F.softplus(critic(made)).mean()
+    expected += torch.autograd.grad(loss, [*critic.parameters()])
+    torch.testing.assert_close(found, expected)
+
+
+def test_contrastive_loss_is_that_of_one_large_batch(resumed, do, monkeypatch):
+    # Without random numbers, of which each rank draws its own, but with two views that differ.
+    edit = partial(re.sub, r"views \+ .*views\)", "torch.cat([inputs, inputs.flip(3)])")
+    printed = resumed("contrastive", DIGITS, edit=edit, batch=(8,))[1]
+    assert "| Train loss: " in printed and "Val loss" not in printed
+    module = do.module(SCRIPT)
+    monkeypatch.setattr(module.Gather, "apply", lambda rows: rows)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    views = torch.randn(8, 16, dtype=torch.float64)  # four images
+    first, second = views.chunk(2)
+    scores = 10 * F.cosine_similarity(first[:, None], second[None], dim=2)
+    expected = -scores.log_softmax(dim=1).diag().mean().item()
+    assert module.contrastive_loss(views).item() == pytest.approx(expected)
+
+
+MASKS = """@@ masks of digits, with a frame of another height in each that does not count
++def masks(images):
++    samples = []
++    for index in range(len(images)):
++        image, digit = images[index]
++        mask = torch.where(image[0] > 0, digit % 9 + 1, 0)
++        mask[: index % 9] = -100
++        samples.append((image, mask))
++    return samples
++
++
+ def ddp_setup(args):
+@@
+-    train_set, val_set = load_dataset(args.dataset, args.data_dir)  # your data
++    train_set, val_set = map(masks, load_dataset(args.dataset, args.data_dir))
+@@
+-    model = build_model(args.model, train_set[0][0].shape).to(device)  # your model
++    model = nn.Conv2d(1, 10, 3, padding=1).to(device)
+"""
+
+
+def test_ignored_targets_and_metrics_of_a_confusion_matrix(resumed, do, recipe, tmp_path):
+    """Also where a rank has no validation sample. Printed is what one process finds by hand."""
+    snapshot, text = resumed("padded confusion", DIGITS, MASKS)
+    module, model = do.module(SCRIPT), nn.Conv2d(1, 10, 3, padding=1).double()
+    model.load_state_dict(snapshot["model"])
+    images, masks = zip(*module.masks(make_digits(10, 1)), strict=True)
+    scores, right = model(torch.stack(images).double()), torch.stack(masks)
+    loss, counted = F.cross_entropy(scores, right).item(), right != -100
+    guessed, right = scores.argmax(dim=1)[counted], right[counted]
+    ious, f1s = [], []
+    for name in {*guessed.tolist(), *right.tolist()}:
+        both = ((guessed == name) & (right == name)).sum()
+        either = (guessed == name).sum() + (right == name).sum()
+        ious.append((both / (either - both)).item())
+        f1s.append((2 * both / either).item())
+    found = re.findall(r"Mean IoU: (\S+) \| F1: (\S+)", text)[-1]
+    assert [*map(float, found)] == [
+        pytest.approx(sum(scores) / len(scores), abs=1e-4) for scores in (ious, f1s)
+    ]
+    last = epochs(text)[-1]
+    assert last["val_loss"] == pytest.approx(loss, abs=1e-4)
+    assert last["correct"] == (guessed == right).sum() and last["total"] == len(right)
+    path = recipe("padded confusion", DIGITS.replace("(10, 1)", "(1, 1)"), MASKS)
+    assert len(epochs(train(tmp_path, path, 2, 2, *SMALL))) == 2
+
+
+NORM = """@@ a model with statistics, of which each rank has its own
+-    model = build_model(args.model, train_set[0][0].shape).to(device)  # your model
++    model = nn.Sequential(nn.Flatten(), nn.Linear(784, 10), nn.BatchNorm1d(10))
+"""
+
+
+def test_the_average_is_evaluated_and_resumed(resumed):
+    edit = partial(re.sub, r"0\.999", "0.9")
+    snapshot, printed = resumed("ema", DIGITS, NORM, edit=edit, one_process=False)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(784, 10), nn.BatchNorm1d(10)).double().eval()
+    inputs, targets = make_digits(10, 1).__getitems__(range(10))
+    for prefix, weights, same in (("module.", "ema", True), ("", "model", False)):
+        weights = {name.removeprefix(prefix): values for name, values in snapshot[weights].items()}
+        weights.pop("n_averaged", None)
+        model.load_state_dict(weights)
+        loss = F.cross_entropy(model(inputs.double()), targets).item()
+        assert (epochs(printed)[-1]["val_loss"] == pytest.approx(loss, abs=1e-4)) == same
+
+
+def test_the_average_after_each_step(recipe, do, each_step):
+    recipe("ema", edit=partial(re.sub, r"0\.999", "0.9"))
+    found, vector = [], lambda weights: nn.utils.parameters_to_vector(weights).detach().clone()
+    each_step(lambda group: found.append(vector(group["params"])))
+    parts = do(SCRIPT, 1, *SMALL, "--batch-size", 4, "--accumulate", 2).passes[0][6]
+    first, *others = *found[1:], vector(parts["model"].parameters())
+    for weights in others:
+        first = 0.9 * first + 0.1 * weights
+    assert len(found) == 5 and not torch.allclose(first, others[-1], atol=1e-4)
+    torch.testing.assert_close(vector(parts["ema"].parameters()), first)
+
+
+def test_predictions_come_once_and_in_order(resumed, recipe, tmp_path):
+    """Also from a snapshot of a finished run."""
+    file, options = tmp_path / "predictions.csv", ("--model", "mlp", "--lr", 0.01)
+    resumed("predictions", DIGITS, arguments=options)
+    one = file.read_text()
+    weights = [*load(tmp_path / "one.pt")["model"].values()]
+    hidden = make_digits(10, 1).__getitems__(range(10))[0].double().flatten(1)
+    for layer in range(0, 6, 2):
+        hidden = F.linear(hidden.relu() if layer else hidden, *weights[layer : layer + 2])
+    found = hidden.argmax(dim=1).tolist()
+    assert one == "".join(f"{n},{name}\n" for n, name in enumerate(found)) and len({*found}) > 2
+    file.unlink()
+    train(tmp_path, recipe("predictions", DIGITS), 3, 2, "--resume", *options, dtype="float64")
+    assert file.read_text() == one
+    small = recipe("predictions", DIGITS.replace("(10, 1)", "(1, 1)"))  # and none for rank 1
+    train(tmp_path, small, 2, 2, "--resume", *options)
+    assert file.read_text().count("\n") == 1
+
+
+def test_the_rates_of_a_scheduler_and_of_two_optimizers_are_resumed(resumed, do, each_step):
+    """Those of OneCycleLR, which rises and falls; and of the script's cosine, for both."""
+    resumed("schedule", DIGITS)
+    rates = []
+    each_step(lambda group: rates.append(group["lr"]))
+    do(SCRIPT, 2, *SMALL)
+    assert rates[0] < 0.005 and max(rates) == pytest.approx(0.1, rel=0.1) and rates[-1] < 1e-5
+    resumed("optimizers", DIGITS, arguments=("--lr", 0.1, "--cosine"), tolerance=0.1)
+    parts = do(SCRIPT, 1, "--batch-size", 8, "--cosine").passes[0][6]
+    rates = {group["lr"] for name in ("optimizer", "muon") for group in parts[name].param_groups}
+    assert len(rates) == 1 and 0 < max(rates) < 0.002
+    (hidden,) = parts["muon"].param_groups[0]["params"]
+    assert hidden is parts["model"].classifier[1].weight
+    assert all(weights.grad is None for weights in parts["model"].parameters())
+
+
+@pytest.fixture
+def scored(recipe, do, monkeypatch):
+    """scored(names, losses, *arguments) -> what do() returns, with these losses per epoch."""
+
+    def scored(names: str, losses: list, *arguments: object) -> SimpleNamespace:
+        recipe(names)
+        values = iter([torch.tensor([10.0 * loss, 5.0]) for loss in losses])
+        monkeypatch.setattr(do.module(SCRIPT), "evaluate", lambda *_: next(values))
+        return do(SCRIPT, *arguments, *SMALL)
+
+    return scored
+
+
+def test_the_best_snapshot_is_kept(scored):
+    for total, losses, best in ((2, [3, 2], 2), (4, [2.5, math.nan], 2), (5, [1], 5)):
+        scored("best", losses, total, "--resume")
+        assert load(Path("checkpoint.pt.best"))["epoch"] == best
+        assert load(Path("checkpoint.pt"))["epoch"] == total
+    scored("best", [9], 1)
+    assert load(Path("checkpoint.pt.best"))["epoch"] == 1  # of this run
+
+
+def test_early_stopping_counts_on_in_a_resumed_run(scored):
+    """A NaN is no improvement, and no lowest loss either; what has stopped stays stopped."""
+    losses = [3, 2, 2.5, 2, 1, 1, math.nan, 4]  # the last three are no better
+    scored("best early", losses, 9, 9, "--snapshot-path", "whole.pt")
+    for total, first, passes in ((7, 0, 7), (9, 7, 1), (9, 8, 0)):
+        assert len(scored("best early", losses[first:], total, 9, "--resume").passes) == passes
+    whole, resumed = load(Path("whole.pt")), load(Path("checkpoint.pt"))
+    assert whole["epoch"] == resumed["epoch"] == 8 and same_bytes(resumed, whole)
+
+
+def test_a_test_set_is_for_the_best_snapshot_that_all_ranks_have(recipe, do, tmp_path):
+    """Also where rank 0 is slow to save it. The split is the same in a resumed run."""
+    line = "    os.replace(f"
+    slow = f"@@\n+    time.sleep(3 * (epoch == 2) * args.snapshot_path.endswith('.best'))\n {line}"
+    slow += '"{args.snapshot_path}.tmp", args.snapshot_path)  # a crash leaves the old or the new\n'
+    told = "@@\n     test_shard = range(rank, len(test_set), world_size)\n"
+    told += "+    log(f\"Tested: {snapshot['epoch']} {train_set.indices}\", every_rank=True)\n"
+    edit = partial(re.sub, "if val_loss < best.val_loss", "if True")
+    path = recipe("best test", DIGITS, slow, told, edit=edit)
+    for options in ((), ("--resume",)):
+        text = train(tmp_path, path, 2, 2, *SMALL[:4], "--lr", 0.001, *options, dtype="float64")
+        tested = re.findall(r"^Tested: (\d) (.*)$", text, re.M)
+        assert len(tested) == 2 and len({*tested}) == 1 and tested[0][0] == "2"
+        assert len({*json.loads(tested[0][1])}) == 72
+    model = do.module(SCRIPT).build_model("mlp", (1, 28, 28)).double()
+    model.load_state_dict(load(tmp_path / "checkpoint.pt.best")["model"])
+    inputs, targets = make_digits(10, 1).__getitems__(range(10))
+    outputs = model(inputs.double())
+    found = F.cross_entropy(outputs, targets), (outputs.argmax(1) == targets).double().mean()
+    assert "Test loss: {:.4f} | Accuracy: {:.2%}\n".format(*map(float, found)) in text
+
+
+@pytest.mark.slow("a real torchrun")
+@pytest.mark.parametrize(("whom", "status"), [("torchrun", 1), ("rank 1", 0)])
+def test_a_stop_that_saves_at_once(recipe, fashion, start, tmp_path, whom, status):
+    """After ten steps or more. The loader's workers ignore the signal, as the page says."""
+    (ignore,) = re.findall(r"`(signal\.signal.*?)`", PAGE)
+    path = recipe("stop")
+    shutil.copytree(ROOT / "common", path.parent / "common")
+    loader = path.parent / "common" / "loader.py"
+    lines = f"@@\n def _end_with_the_rank(worker_id: int) -> None:\n+    {ignore}\n"
+    loader.write_text(patched(loader.read_text(), lines + "@@\n import os\n+import signal\n"))
+    options = (1, *fashion(800, 10), "--batch-size", 8, "--log-interval", 1)
+    train(tmp_path, SCRIPT, 2, *options, "--snapshot-path", "whole.pt")
+    launch = f"torchrun --standalone --nproc_per_node=2 {path}"
+    workers = ("--num-workers", 1) if whom == "torchrun" else ()
+    job = start(launch, *options, *workers, LADDER_SLOW="0:0.1")
+    job.wait_for(r"Epoch 0 \| Step 12 ")
+    os.kill(job.process.pid if whom == "torchrun" else job.workers()[1], signal.SIGTERM)
+    text = job.finish(status)
+    assert len(re.findall(r"^Epoch 0 \| Step \d+ \| Saved at checkpoint.pt$", text, re.M)) == 1
+    assert 'ddp_torchrun.py", line' not in text, text  # torchrun shows a traceback of its own
+    whole, stopped = load(tmp_path / "whole.pt"), load(tmp_path / "checkpoint.pt")
+    assert stopped["samples_seen"] in (320, 480, 640) and not same_bytes(stopped, whole)
+    train(tmp_path, path, 2, *options, "--resume")
+    assert same_bytes(load(tmp_path / "checkpoint.pt"), whole)
+
+
+def test_deterministic_kernels_are_chosen_before_the_process_group(recipe, do, monkeypatch):
+    recipe("deterministic")
+    found, init = [], dist.init_process_group
+    own = torch.are_deterministic_algorithms_enabled
+
+    def look(*given: object, **more: object) -> None:
+        found.append((os.environ.get("CUBLAS_WORKSPACE_CONFIG"), own()))
+        init(*given, **more)
+
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # which is put back afterwards
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    monkeypatch.setattr(dist, "init_process_group", look)
+    try:
+        do(SCRIPT, 1, *SMALL)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert found == [(":4096:8", True)]
+
+
+def test_inference(do, capsys):
+    job = do(SCRIPT, 1, *SMALL)
+    (classify,) = re.findall(r"```python classify.py\n(.*?)```", PAGE, re.S)
+    names = {}
+    exec(classify, names)
+    model, (images, targets) = names["model"], names["samples"].__getitems__(range(2000))
+    right = (model(images).argmax(1) == targets).sum()
+    assert capsys.readouterr().out == f"{right} of 2000\n"
+    assert all(map(torch.equal, model.parameters(), job.model.parameters()))
+
+
+@every_script
+def test_tensorboard_shows_each_epoch_once(recipe, do, monkeypatch, script):
+    """Also one that was trained after the snapshot, and is trained again; from rank 0 alone."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer import event_file_writer
+
+    # File names end with the writer's number in this process, and 10 would be read before 9.
+    monkeypatch.setattr(event_file_writer, "_global_uid", Mock(**{"get.side_effect": range(9)}))
+    ranks = script not in ("single_gpu.py", "data_parallel.py")
+    edit = str if ranks else partial(re.sub, r"(?=\+    if rank)", "+    rank = 0\n", count=1)
+    recipe("tracker", script=script, edit=edit)
+    text = do(script, 1, *SMALL).text
+    first = Path("checkpoint.pt").read_bytes()
+    for total in (2, 3):
+        Path("checkpoint.pt").write_bytes(first)
+        text += do(script, total, *SMALL, "--resume").text
+    events = EventAccumulator("runs").Reload()
+    for name in ("loss/train", "loss/val", "accuracy"):
+        assert [event.step for event in events.Scalars(name)] == [0, 1, 2]
+    printed = {epoch["epoch"]: epoch["val_loss"] for epoch in epochs(text)}
+    shown = {event.step: round(event.value, 4) for event in events.Scalars("loss/val")}
+    assert shown == pytest.approx(printed, abs=1e-4)
+
+
+def test_rank_0_alone_has_a_tracker_and_each_rank_a_profile(recipe, fashion, tmp_path):
+    path = recipe("tracker profile")
+    train(tmp_path, path, 2, 1, *fashion(200, 8), "--batch-size", 8)
+    assert len([*(tmp_path / "runs").iterdir()]) == 1
+    for rank in range(2):
+        events = json.loads((tmp_path / f"trace{rank}.json").read_text())["traceEvents"]
+        names = {event["name"] for event in events}
+        assert {"gloo:all_reduce", "Optimizer.step#SGD.step"} <= names, names
+
+
+@pytest.mark.slow("a real torchrun")
+def test_a_debugger_in_one_rank(recipe, tmp_path):
+    path = recipe("breakpoint", DIGITS)
+    words = command(f"torchrun --standalone --nproc_per_node=2 {path}", 1, *SMALL)
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    typed = "up\np number * 1111\nc\n"
+    done = subprocess.run(words, input=typed, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert "(Pdb) 3333\n" in done.stdout and "Total time: " in done.stdout, done.stdout
+
+
+def test_the_layout_of_channels_last_and_checkpointing_change_no_weights(recipe, do, monkeypatch):
+    """Dropout draws the same units when it is computed again."""
+    forward, found = nn.Conv2d.forward, []
+
+    def look(layer: nn.Conv2d, inputs: torch.Tensor) -> torch.Tensor:
+        output = forward(layer, inputs)
+        found.append(output.is_contiguous(memory_format=torch.channels_last))
+        return output
+
+    monkeypatch.setattr(nn.Conv2d, "forward", look)
+    for name, per_step, layout in (("", 2, False), ("checkpointing", 4, False), ("fast", 2, True)):
+        recipe(name)
+        do(SCRIPT, 1, "--batch-size", 8, "--snapshot-path", f"{name}.pt")
+        assert found == [layout] * (5 * per_step + 2 * 2)
+        found.clear()
+    assert same_bytes(load(Path("checkpointing.pt")), load(Path(".pt")))
+    assert difference(load(Path("fast.pt")), load(Path(".pt"))) < 1e-4
+
+
+def test_fp16_and_its_scale_are_resumed(recipe, do, monkeypatch):
+    """The scale is doubled after two good steps; a step whose gradients overflow is left out, and
+    halves it. Gradients are clipped after the scale is undone."""
+    recipe("fp16", edit=partial(re.sub, r"GradScaler\(device.type", r"\g<0>, 64, 2, 0.5, 2"))
+    for total, *options in ((3, "--snapshot-path", "whole.pt"), (1,), (3, "--resume")):
+        job = do(SCRIPT, total, *SMALL, "--amp", *options)
+    whole, resumed = load(Path("whole.pt")), load(Path("checkpoint.pt"))
+    assert same_bytes(resumed, whole) and resumed["scaler"] == whole["scaler"]
+    assert whole["scaler"]["scale"] == 64 * 2**7  # 15 good steps
+    plain = do(SCRIPT, 3, *SMALL, "--snapshot-path", "plain.pt")
+    losses = [[epoch["train_loss"] for epoch in epochs(run.text)] for run in (job, plain)]
+    # Processors round fp16 differently. If the scale were not undone, the rate would be 64 times
+    # as high.
+    assert losses[0] == pytest.approx(losses[1][1:], rel=0.2)
+    model, _, optimizer, device, epoch, args, parts, done = job.passes[-1]
+    vector = nn.utils.parameters_to_vector
+    before = vector(model.parameters()).detach().clone()
+    batches = type("Loader", (list,), {"sampler": range(8), "pin_memory": False})
+    args.clip, optimizer.param_groups[0]["momentum"] = 1.0, 0
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    for size, norm in ((1e6, 0), (3, 0.1)):  # the latter is the rate times --clip
+        loader = batches([(size * torch.randn(8, 1, 28, 28), torch.zeros(8).long())])
+        do.module(SCRIPT).train_epoch(model, loader, optimizer, device, epoch, args, parts, done)
+        moved = (vector(model.parameters()) - before).norm().item()
+        assert moved == pytest.approx(norm, rel=1e-2)
+        assert parts["scaler"].get_scale() == 64 * 2**6
+
+
+def test_gradients_in_bf16(recipe, do, each_step):
+    found = []
+    each_step(lambda group: found.append(group["params"][-1].grad.clone()))
+    for name in ("", "bf16"):
+        recipe(name)
+        do(SCRIPT, 1, *SMALL)
+    plain, rounded = found[0], found[5]
+    assert torch.equal(rounded, plain.bfloat16().float()) and not torch.equal(rounded, plain)

@@ -1,4 +1,4 @@
-"""docs/recipes/fully_shard.py trains as one process does, and no rank has the whole model."""
+"""recipes/fully_shard.py trains as one process does, and no rank has the whole model."""
 
 import json
 import re
@@ -12,11 +12,11 @@ from helpers.ranks import train
 
 pytestmark = pytest.mark.numbers
 
-RECIPE, LOOP = ROOT / "docs" / "recipes" / "fully_shard.py", ROOT / "docs" / "your_loop.py"
+RECIPE, LOOP = ROOT / "recipes" / "fully_shard.py", ROOT / "docs" / "your_loop.py"
 DIVISIBLE = """\
 @@ of both programs: each epoch is 16 global batches, for two ranks and for three
--    train_set, test_set = make_data(1000, seed=1), make_data(303, seed=2)
-+    train_set, test_set = make_data(16 * 66, seed=1), make_data(303, seed=2)
+-    train_set, val_set = make_data(1000, seed=1), make_data(303, seed=2)
++    train_set, val_set = make_data(16 * 66, seed=1), make_data(303, seed=2)
 @@
 -    train_loader = DataLoader(train_set, batch_size=64 // world_size, sampler=sampler)
 +    train_loader = DataLoader(train_set, batch_size=66 // world_size, sampler=sampler)
@@ -35,8 +35,8 @@ AS_ON_A_GPU = """\
 """
 LARGE = """\
 @@
--    train_set, test_set = make_data(1000, seed=1), make_data(303, seed=2)
-+    train_set, test_set = make_data(192, seed=1), make_data(30, seed=2)
+-    train_set, val_set = make_data(1000, seed=1), make_data(303, seed=2)
++    train_set, val_set = make_data(192, seed=1), make_data(30, seed=2)
 @@
 -        model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 2))
 +        wide = (nn.Linear(1024, 1024) for _ in range(12))
@@ -63,7 +63,7 @@ def changed(program: Path, folder: Path, diff: str) -> Path:
 
 
 def test_two_ranks_and_then_three_train_as_one_process_does(tmp_path):
-    """From the weights that the layers draw where they are made. Three ranks go on from the last
+    """From the weights that the layers draw where they are made. Three ranks resume from the last
     complete snapshot of two; older ones are removed."""
     program = changed(RECIPE, tmp_path, DIVISIBLE + EPOCHS.format(2))
     text = train(tmp_path, program, 2, dtype="float64")

@@ -1,12 +1,12 @@
 """docs/your_loop.py with fully_shard in the place of DDP, for a model that fills a device.
 
-    torchrun --nproc_per_node=2 docs/recipes/fully_shard.py
+    torchrun --nproc_per_node=2 recipes/fully_shard.py
 
 Each rank holds its share of the weights, of the gradients and of the momenta. It has whole layers
 one after the other: when it makes the model, and in the forward and backward pass. A snapshot is a
-folder to which each rank writes its share, and any number of ranks can go on from it. On several
+folder to which each rank writes its share, and any number of ranks can resume from it. On several
 nodes it must lie on a disk that they share. model.pt has all weights, for inference. Compare with
-`git diff --no-index docs/your_loop.py docs/recipes/fully_shard.py`.
+`git diff --no-index docs/your_loop.py recipes/fully_shard.py`.
 """
 
 import itertools
@@ -57,13 +57,13 @@ def main():
         # weights, which the optimizer changes, stay in float32.
         precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    train_set, test_set = make_data(1000, seed=1), make_data(303, seed=2)
+    train_set, val_set = make_data(1000, seed=1), make_data(303, seed=2)
     sampler = DistributedSampler(train_set)
     train_loader = DataLoader(train_set, batch_size=64 // world_size, sampler=sampler)
     # Evaluation gathers weights, too. So all ranks need the same number of batches.
-    shard = torch.arange(rank, len(test_set), world_size)
-    batches = shard.tensor_split(math.ceil(len(test_set) / (100 * world_size)))
-    test_loader = DataLoader(test_set, batch_sampler=[batch.tolist() for batch in batches])
+    shard = torch.arange(rank, len(val_set), world_size)
+    batches = shard.tensor_split(math.ceil(len(val_set) / (100 * world_size)))
+    val_loader = DataLoader(val_set, batch_sampler=[batch.tolist() for batch in batches])
     with torch.device("meta"):  # layers without memory for their weights
         model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 2))
     for layer in model:  # of a transformer, its blocks
@@ -98,14 +98,14 @@ def main():
         model.eval()
         correct = torch.zeros((), device=device)
         with torch.no_grad():
-            for inputs, targets in test_loader:
+            for inputs, targets in val_loader:
                 inputs, targets = inputs.to(device), targets.to(device)
                 correct += (model(inputs).argmax(dim=1) == targets).sum()
         dist.all_reduce(correct)
         weights, momenta = get_state_dict(model, optimizer)  # this rank's shares
         dcp.save({"model": weights, "optimizer": momenta}, checkpoint_id=f"snapshot-{epoch + 1}")
         if rank == 0:
-            print(f"epoch {epoch}: {correct:.0f} of {len(test_set)}")
+            print(f"epoch {epoch}: {correct:.0f} of {len(val_set)}")
             shutil.rmtree(f"snapshot-{epoch}", ignore_errors=True)  # the new one is complete
 
     # All ranks gather the whole weights, and rank 0 gets them, in the memory of its CPU.

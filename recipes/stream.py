@@ -1,6 +1,6 @@
 """docs/your_loop.py on a stream: files that are read in order, with an unknown number of samples.
 
-    torchrun --nproc_per_node=2 docs/recipes/stream.py
+    torchrun --nproc_per_node=2 recipes/stream.py
 
 Each rank reads files of its own, so some ranks come to the end before others. All ranks take part
 in each step until the last one has come to its end. The first run writes five small files.
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before init_process_group: see "The end" in docs/your_loop.md
+import torch.distributed.nn  # imported before init, or gloo may abort Python when it exits
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
