@@ -60,8 +60,8 @@ def test_rounds_alternate(monkeypatch):
 
 
 def test_ratios_are_taken_within_a_round_and_their_median_counts():
-    rounds = [("ddp_torchrun.py", rate) for rate in (96, 48, 10, 96)]
-    rounds += [(report.TOGETHER, rate) for rate in (100, 50, 100)]
+    rounds = [("ddp_torchrun.py", rate) for rate in (96, 48, 20, 96)]
+    rounds += [(report.TOGETHER, rate) for rate in (100, 50, 200)]
     rows = [
         {"case": "mlp-32-2", "contestant": name, "round": number % 4, "rate": rate}
         for number, (name, rate) in enumerate(rounds)
