@@ -20,22 +20,17 @@ MUTANTS = {
     "test_same_job.py::test_the_same_steps": [
         (SPAWN, SHARD, "DistributedSampler(train_set)"),
         (SPAWN, "range(rank, len(val_set), world_size)", "range(len(val_set))"),
-        (NODES, "dist.all_reduce(loss_sum)", "pass"),
         (SPAWN, "dist.all_reduce(sums)", "pass"),
         (TORCHRUN, "len(targets) / step_samples", "1 / args.accumulate"),
     ],
     "test_same_job.py::test_no_sample_is_lost_where_the_processes_do_not_divide_the_data": [
         (NODES, SHARD, SHARD.replace(")", ", drop_last=True)")),
     ],
-    "test_data.py::test_cifar10_has_its_own_numbers_for_each_channel": [
-        (DATA, "0.2470, 0.2435", "0.2435, 0.2470"),
-    ],
     "test_steps.py::test_evaluation_is_with_the_buffers_of_rank_0_and_not_through_ddp": [
         (TORCHRUN, "evaluate(model.module,", "evaluate(model,"),
         (NODES, "dist.broadcast(buffer, src=0)", "pass"),
     ],
     "test_steps.py::test_evaluation_has_a_mode_of_its_own_and_leaves_the_model_in_training_mode": [
-        (PARALLEL, "    model.eval()\n", ""),
         (SINGLE, "    model.train()\n    return sums", "    return sums"),
     ],
     "test_steps.py::test_gradients_are_sent_once_a_step": [
@@ -44,20 +39,10 @@ MUTANTS = {
     "test_steps.py::test_no_sample_is_lost_where_other_ranks_go_on_in_mid_epoch": [
         (TORCHRUN, "done = samples_seen // world_size", "done = -(-samples_seen // world_size)"),
     ],
-    "test_steps.py::test_copies_are_waited_for_unless_memory_is_pinned": [
-        ("common/loader.py", 'not in ("cpu", "mps")', '!= "cpu"'),
-    ],
     "test_seed.py::test_each_epoch_has_its_order_and_its_random_numbers": [
         (SINGLE, "set_seed(args.seed, 0, epoch)", "pass"),
-        (PARALLEL, "manual_seed(args.seed + epoch)", "manual_seed(args.seed)"),
         (SPAWN, "sampler.set_epoch(epoch)", "sampler.set_epoch(0)"),
         (TORCHRUN, "            set_seed(args.seed, rank, epoch, samples_seen)\n", ""),
-    ],
-    "test_seed.py::test_a_random_split_is_the_same_on_all_ranks_and_after_a_resume": [
-        (SPAWN, "    set_seed(args.seed)  #", "    #"),
-    ],
-    "test_output.py::test_without_a_validation_set_it_trains_and_saves": [
-        (NODES, "if len(val_set) > 0:", "if True:"),
     ],
     "test_output.py::test_a_step_of_ddp_torchrun_shows_the_loss_of_all_ranks": [
         (TORCHRUN, "            dist.all_reduce(loss)  #", "            #"),
@@ -67,7 +52,6 @@ MUTANTS = {
     ],
     "test_snapshots.py::test_a_new_run_keeps_the_snapshot_of_an_earlier_one": [
         (SPAWN, "if rank == 0 and not args.resume and", "if not args.resume and"),
-        (PARALLEL, 'os.replace(args.snapshot_path, f"{args.snapshot_path}.old")', "pass"),
     ],
     "test_snapshots.py::test_weights_that_are_nan_or_infinite_are_not_saved": [
         (NODES, "weight.isfinite()", "~weight.isnan()"),
@@ -82,21 +66,14 @@ MUTANTS = {
     ],
     "test_snapshots.py::test_what_is_saved_is_what_is_loaded": [
         (NODES, 'parts = {"model": model,', 'parts = {"model": DDP(model),'),
-        (SINGLE, "part.load_state_dict(snapshot[name])", "pass"),
     ],
-    "test_snapshots.py::test_saved_before_evaluation_because_that_may_fail": [
-        (SPAWN, "            save_snapshot(args, parts, epoch + 1)  #", "            #"),
-    ],
-    "test_snapshots.py::test_a_run_with_another_setting_is_refused": [(SINGLE, ', "seed")', ")")],
     "test_snapshots.py::test_rank_0_alone_writes_and_ddp_ends_before_its_group": [
-        (SPAWN, "    del model  #", "    #"),
         (NODES, "    if dist.get_rank() > 0:  # all", "    if False:  # all"),
     ],
     "test_resume.py::test_one_process_with_any_optimizer": [
         (PARALLEL, '        group["lr"] = rate\n', "        pass\n"),
     ],
     "test_resume.py::test_an_epoch_goes_on_in_the_middle": [
-        (TORCHRUN, 'snapshot.get("samples_seen", 0)', "0"),
         (TORCHRUN, "epoch * steps + done // samples_per_step", "epoch * steps"),
     ],
     "test_resume.py::test_a_schedule_is_a_function_of_the_step_also_in_a_resumed_run": [
@@ -122,31 +99,12 @@ MUTANTS = {
     "test_torchrun.py::test_what_one_rank_refuses_all_refuse": [
         (TORCHRUN, "    snapshot = torch.load(path", RANK_0_READS),
     ],
-    "test_errors.py::test_a_mistake": [
-        (SINGLE, "not os.access(path.parent, os.W_OK)", "False"),
-        (NODES, "args.rank < 0 or last >= args.world_size", "last >= args.world_size"),
-    ],
     "test_errors.py::test_a_node_with_another_option_data_set_or_snapshot": [
         (TORCHRUN, "other[name] != ranks[0][name]", "False"),
-        (NODES, "    same_on_all_ranks(own)\n", ""),
         (TORCHRUN, '"train_size": len(train_set), ', ""),
-    ],
-    "test_errors.py::test_several_targets_of_a_sample_would_make_the_gradient_larger": [
-        (
-            TORCHRUN,
-            "len(targets) > min(args.batch_size, step_samples)",
-            "len(targets) > step_samples",
-        ),
     ],
     "test_multinode.py::test_a_node_with_the_snapshot_of_another_run_ends_all": [
         (NODES, "    if args.resume:  # from", "    if False:  # from"),
-    ],
-    "test_devices.py::test_threads": [
-        (SPAWN, "torch.get_num_threads() // args.nproc_per_node", "torch.get_num_threads()"),
-        (TORCHRUN, "min(4, torch.get_num_threads())", "torch.get_num_threads()"),
-    ],
-    "test_devices.py::test_a_process_gets_its_device_and_its_rank": [
-        (NODES, "rank=args.rank + local_rank", "rank=args.rank"),
     ],
 }
 ALL = [(test, *mutant) for test, mutants in MUTANTS.items() for mutant in mutants]
