@@ -1,0 +1,706 @@
+"""What is silently wrong with a program that trains on several processes, and where its time goes.
+
+    python tools/doctor.py torchrun --nproc_per_node=2 train.py --my-options
+    python tools/doctor.py python ddp_spawn.py
+    python tools/doctor.py accelerate launch --num_processes 2 train.py
+
+Put it before your own command, which should train for two epochs or more. It is stopped after some
+steps. The doctor's own options stand before the command. docs/doctor.md says what its lines mean.
+
+doctor_watch.py notes what happens in each process. Here it is judged: a check is a function that
+gets what all ranks have noted, and yields what it finds. To add one, write it, and name it in
+CHECKS.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from array import array
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).resolve().parent
+PAGE, PITFALLS, LOOP = "docs/doctor.md#", "docs/pitfalls.md#", "docs/your_loop.md#"
+DATA, WEIGHTS, LIMITS = (PAGE + name for name in ("data", "gradients-and-weights", "limits"))
+SHUFFLE = PITFALLS + "an-epoch-takes-as-long-on-two-devices-as-on-one"
+SPLIT = PITFALLS + "ranks-test-on-what-other-ranks-train-on"
+SKIP = PITFALLS + "received-data-size-doesnt-match-expected-size"
+HANG = PITFALLS + "the-job-hangs-in-a-collective"
+EARLY = PITFALLS + "the-first-update-comes-too-early"
+
+
+class Found(NamedTuple):
+    place: str
+    what: str
+    remedy: str
+    page: str
+    label: str = "FOUND"  # or NOTE, which does not count
+
+    def __str__(self) -> str:
+        return f"{self.label} {self.place}: {self.what}: {self.remedy} ({self.page})"
+
+
+class Job:
+    """What the ranks have noted: lists of events. The others are compared with the first rank."""
+
+    def __init__(self, folder: Path, status: int) -> None:
+        self.folder, self.status, self.ranks = folder, status, {}
+        files = [events for file in folder.glob("*.jsonl") if (events := read(file))]
+        self.world = max((events[0]["world"] for events in files), default=0)
+        for events in sorted(files, key=lambda events: events[0]["time"]):
+            if events[0]["world"] == self.world:  # of a rank that was restarted, the last process
+                self.ranks[events[0]["rank"] if self.world > 1 else len(self.ranks)] = events
+        self.ranks = dict(sorted(self.ranks.items()))
+        self.first, *self.others = [*self.ranks] or [None]
+        self.start = self.ranks[self.first][0] if self.ranks else {}
+
+    def of(self, rank: int, kind: str) -> list[dict]:
+        return [event for event in self.ranks[rank] if event["kind"] == kind]
+
+    def all(self, kind: str) -> list[dict]:
+        return [event for rank in self.ranks for event in self.of(rank, kind)]
+
+    def pairs(self, kind: str) -> Iterator[tuple[int, dict, dict]]:
+        """Another rank, an event of the first rank, and the same event of the other one."""
+        for rank in self.others:
+            for one, two in zip(self.of(self.first, kind), self.of(rank, kind), strict=False):
+                yield rank, one, two
+
+    def passes(self, rank: int, trains: bool) -> list[dict]:
+        """The starts of the passes that had a backward pass, or of those that ended without one."""
+        ended = {(e["key"], e["number"]): e["trained"] for e in self.of(rank, "end")}
+        ended |= {tuple(e["here"]): True for e in self.of(rank, "backward") if e["here"]}
+        return [e for e in self.of(rank, "loader") if ended.get((e["key"], e["number"])) is trains]
+
+    def loaders(self, trains: bool) -> Iterator[dict[int, dict]]:
+        """For each loader, the start of its first such pass on each rank."""
+        found = {}
+        for rank in self.ranks:
+            for event in self.passes(rank, trains):
+                found.setdefault(event["key"], {}).setdefault(rank, event)
+        yield from (loader for loader in found.values() if "dataset" in loader[min(loader)])
+
+    def numbers(self, event: dict, name: str) -> list[int]:
+        """The samples of a loader ("own"), or those of one pass in their order ("drawn")."""
+        numbers = array("q")
+        if name in event:
+            numbers.frombytes((self.folder / event[name]).read_bytes())
+        return numbers.tolist()
+
+    def same_rows(self, kind: str, **name: object) -> bool:
+        """Whether a rank gets the same batches as the first one."""
+        for rank in self.others:
+            events = [
+                [e for e in self.of(r, kind) if name.items() <= e.items()]
+                for r in (self.first, rank)
+            ]
+            pairs = [(a["rows"], b["rows"]) for a, b in zip(*events, strict=False)]
+            if len({row for rows, _ in pairs for row in rows}) > 1 and all(
+                a == b for a, b in pairs
+            ):
+                return True
+        return False
+
+
+def read(file: Path) -> list[dict]:
+    events = []
+    with contextlib.suppress(ValueError):  # the last line, if the process was killed
+        for line in file.read_text().splitlines():
+            events.append(json.loads(line))
+    return events
+
+
+def differing(one: dict, two: dict) -> list[str]:
+    return [name for name in one if name in two and one[name] != two[name]]
+
+
+# --- it stops, it dies, it stands still
+def ends(job: Job) -> Iterator[Found]:
+    acts = "; ".join(f"rank {rank}: {last_act(job, rank)}" for rank in job.ranks)
+    acts = f"the ranks' last acts are: {acts}"
+    stuck = [rank for rank in job.ranks if job.ranks[rank][-1]["kind"] == "stuck"]
+    crashes = sorted(job.all("crash"), key=lambda e: (is_echo(e), e["time"]))
+    alike = "let all ranks make the same calls in the same order"
+    if crashes and job.status:
+        crash = crashes[0]
+        (rank,) = [r for r in job.ranks if crash in job.ranks[r]][:1]
+        what = f"rank {rank} ends after {crash['step']} steps with {crash['error']}; {acts}"
+        yield Found(crash["where"], what, alike if is_echo(crash) else "see its traceback", HANG)
+    elif stuck:
+        stacks = [f"rank {r} stands at {' < '.join(job.ranks[r][-1]['stack'])}" for r in stuck]
+        place = (job.ranks[stuck[0]][-1]["stack"] or ["?"])[0].split(" ")[0]
+        yield Found(place, f"no rank goes on: {'; '.join(stacks)}; {acts}", alike, HANG)
+    elif job.status:
+        what = f"it ends with status {job.status}; {acts}"
+        yield Found("the command", what, "see what it prints", HANG)
+
+
+def is_echo(crash: dict) -> bool:
+    """Whether another rank's end may be the cause."""
+    signs = ("gloo", "NCCL", "Connection", "Broken pipe", "timed out", "DistBackendError")
+    return any(sign in crash["error"] for sign in signs)
+
+
+def last_act(job: Job, rank: int) -> str:
+    names = {"batch": "takes a batch", "end": "ends a pass", "loader": "starts a pass"}
+    names |= {"forward": "forward()", "backward": "backward()", "save": "torch.save()"}
+    names |= {"before": "optimizer.step()", "after": "has made a step", "collective": ""}
+    for act in reversed(job.ranks[rank]):
+        if act["kind"] in names:
+            name = f"{act['name']} of {act['shape']}" if "shape" in act else names[act["kind"]]
+            return f"{name} at {act.get('where', '?')} after {act['step']} steps"
+    return "it has joined"
+
+
+def alone(job: Job) -> Iterator[Found]:
+    count = max(len(job.ranks), job.start["told"])
+    if job.world == 1 and count > 1:
+        what, remedy = f"{count} processes train alone", "call init_process_group() and DDP(model)"
+        yield Found("the program", what, remedy, LOOP + "1-start-one-process-per-device")
+
+
+def steps(job: Job) -> Iterator[Found]:
+    for rank in job.others:
+        taken = []
+        for r in (job.first, rank):
+            events = [e["kind"] for e in job.ranks[r] if e["kind"] in ("batch", "before")]
+            taken.append(
+                [i - k for k, i in enumerate(i for i, e in enumerate(events) if e == "before")]
+            )
+        for step, (one, two) in enumerate(zip(*taken, strict=False)):
+            if one != two:
+                late = rank if two > one else job.first
+                what = f"rank {late} takes no step for batch {min(one, two)}, but another rank does"
+                place = job.of(job.first, "before")[step]["where"]
+                yield Found(place, what, "let all ranks skip a batch together", SKIP)
+                return
+
+
+# --- data
+def shares(job: Job) -> Iterator[Found]:
+    """Whether the ranks share out an epoch: no sample twice, and none left out."""
+    for loader in job.loaders(trains=True):
+        if not job.others or {*loader} != {*job.ranks}:
+            continue
+        event, place = loader[job.first], loader[job.first]["place"]
+        drawn = [job.numbers(e, "drawn") for e in loader.values()]
+        own = [set(job.numbers(e, "own")) for e in loader.values()]
+        lengths = [e.get("length") for e in loader.values()]
+        seen, there = set().union(*drawn), set().union(*own)
+        twice = sum(map(len, drawn)) - len(seen)
+        rest = job.world * (event["batch"] or 1) if event["whole"] else 0
+        if len({*lengths}) > 1:
+            what, remedy = (
+                f"the ranks have {lengths} batches",
+                "use a DistributedSampler, so that all have the same number",
+            )
+            yield Found(place, what, remedy, SKIP)
+        if event["distributed"] and not any(own[0] & other for other in own[1:]) and own[0]:
+            what = f"the data are sharded twice: each rank has {len(own[0])} samples of its own"
+            what += f", and the sampler takes {len(drawn[0])} of them"
+            yield Found(place, what, "shard them once", DATA)
+        elif event["distributed"] and any(own[0] != other for other in own):
+            what = "the ranks have different subsets, of which a DistributedSampler takes shares"
+            yield Found(place, what, "split with the same seed on all ranks", SPLIT)
+        elif seen and not event["random"] and twice > job.world + event["padded"]:
+            what = f"an epoch has {twice} of {len(there)} samples on more than one rank"
+            what += f" ({event['sampler']})"
+            yield Found(place, what, "use sampler=DistributedSampler(dataset)", SHUFFLE)
+        elif job.same_rows("batch", key=event["key"], number=event["number"]):
+            yield Found(place, "the ranks get the same batches", "give each its share", SHUFFLE)
+        elif (
+            seen
+            and not event["random"]
+            and len(there) - len(seen) > job.world + rest
+            and len(job.ranks) == job.world
+        ):
+            what = f"an epoch has only {len(seen)} of {len(there)} samples"
+            yield Found(place, what, "shard the data once", DATA)
+
+
+def inputs(job: Job) -> Iterator[Found]:
+    if not job.all("loader") and job.same_rows("forward"):
+        place = job.of(job.first, "forward")[0]["where"]
+        remedy = "seed each rank with its own number before it draws a batch"
+        yield Found(
+            place, "the ranks get the same inputs", remedy, LOOP + "batches-drawn-at-random"
+        )
+
+
+def order(job: Job) -> Iterator[Found]:
+    passes = {}
+    for event in job.passes(job.first, trains=True) if job.ranks else ():
+        passes.setdefault(event["key"], []).append(event)
+    for events in passes.values():
+        one, *others = (job.numbers(e, "drawn") for e in events[:2])
+        if (
+            [one] == others
+            and events[0]["distributed"]
+            and events[0]["shuffle"]
+            and len({*one}) > 3
+        ):
+            what = f"two epochs have the same order of {len(one)} samples"
+            page = PITFALLS + "every-epoch-has-the-same-order"
+            yield Found(
+                events[0]["place"], what, "call sampler.set_epoch(epoch) in each epoch", page
+            )
+        starts = [e for e in job.of(job.first, "loader") if e["key"] == events[0]["key"]]
+        if len(starts) >= 2 * len(events) > 2:
+            what = f"the loader is started {len(starts)} times for {len(events)} epochs"
+            page = PITFALLS + "the-first-batch-is-loaded-twice"
+            yield Found(events[0]["place"], what, "do not call next(iter(loader))", page, "NOTE")
+
+
+def meaning(job: Job) -> Iterator[Found]:
+    """Whether the same number is the same sample and the same class on all ranks."""
+    seen = set()
+    for rank, one, two in job.pairs("loader"):
+        if (
+            not (one["key"] == two["key"] and "draws" in one and "draws" in two)
+            or one["dataset"] in seen
+        ):
+            continue
+        a, b = one["targets"], two["targets"]
+        if one["classes"] != two["classes"]:
+            what, remedy = "the ranks number the classes differently", "sort their names"
+        elif one["distributed"] and one["inputs"] != two["inputs"] and not one["draws"]:
+            what = f"the samples 0, n/2 and n-1 are others on rank {rank}: targets {a} and {b}"
+            what, remedy = what[:200], "make the data with the same seed, and shard them once"
+        else:
+            continue
+        seen.add(one["dataset"])
+        yield Found(one["place"], what, remedy, SPLIT)
+
+
+def evaluation(job: Job) -> Iterator[Found]:
+    loaders, trained = [*job.loaders(trains=False)], {rank: set() for rank in job.ranks}
+    for rank, event in ((r, e) for loader in job.loaders(trains=True) for r, e in loader.items()):
+        trained[rank] = trained[rank] | {(event["dataset"], n) for n in job.numbers(event, "drawn")}
+    for loader in loaders:
+        rank, event = min(loader.items())
+        place, data = event["place"], event["dataset"]
+        mine = {r: {(data, n) for n in job.numbers(e, "own")} for r, e in loader.items()}
+        alike = [e for other in loaders for e in other.values() if e["dataset"] == data]
+        left = set().union(*mine.values()) - {
+            (data, n) for e in alike for n in job.numbers(e, "drawn")
+        }
+        if event["padded"]:
+            what, remedy = (
+                f"{event['sampler']} repeats {event['padded']} samples",
+                "take range(rank, n, world_size)",
+            )
+            page = PITFALLS + "accuracy-depends-on-the-number-of-processes"
+            yield Found(place, f"{what}, which count twice in the evaluation", remedy, page)
+        if "drawn" in event and left and len(job.ranks) == job.world:
+            what = f"the evaluation leaves out {len(left)} of {event['size']} samples"
+            yield Found(place, what, "evaluate without drop_last, and on all ranks", DATA)
+        leaked = set().union(*(own for r, own in mine.items() if not own & trained[r]))
+        if leaked := leaked & set().union(*trained.values()):
+            what = f"{len(leaked)} samples of the evaluation are trained on by another rank"
+            yield Found(place, what, "split with the same seed on all ranks", SPLIT)
+        ends = [
+            e
+            for e in job.of(rank, "end")
+            if (e["key"], e["number"]) == (event["key"], event["number"])
+        ]
+        calls = [
+            e for e in job.of(rank, "collective") if e["here"] == [event["key"], event["number"]]
+        ]
+        lengths = [e.get("length") for e in loader.values()]
+        if len({*lengths}) > 1 and (ends[0]["wrapper"] or len(calls) >= ends[0]["count"]):
+            what = f"the ranks evaluate {lengths} batches, and communicate in each"
+            page = PITFALLS + "the-job-hangs-in-evaluation"
+            yield Found(place, what, "call model.module, and sum up after the loop", page)
+
+
+def buffers(job: Job) -> Iterator[Found]:
+    for rank, one, two in job.pairs("end"):
+        if one["key"] == two["key"] and (names := differing(one["buffers"], two["buffers"])):
+            what = f"rank {rank} evaluates with other buffers ({len(names)}, first {names[0]})"
+            page = PITFALLS + "the-ranks-evaluate-with-different-buffers"
+            yield Found(one["key"].split("#")[0], what, "broadcast rank 0's before", page)
+            return
+
+
+# --- gradients and weights
+def settings(job: Job) -> Iterator[Found]:
+    for rank, one, two in job.pairs("before"):
+        scales = [{"GradScaler's scale": event["scale"]} for event in (one, two)]
+        groups = [scales, *zip(one["options"], two["options"], strict=False)]
+        for a, b in groups:
+            for name in differing(a, b):
+                what = f"in step {one['step']}, {name} is {a[name]} on rank {job.first}"
+                what += f" and {b[name]} on rank {rank}"
+                yield Found(one["where"], what, "compute it alike on all ranks", WEIGHTS)
+                return
+
+
+def weights(job: Job) -> Iterator[Found]:
+    """The first step after which weights differ, and why."""
+    afters = job.pairs("after")
+    for rank, one, two in job.pairs("before"):
+        _, after, other = next(afters, (0, {"weights": {}}, {"weights": {}}))
+        if names := differing(one["weights"], two["weights"]):
+            what = f"the weights of ranks {job.first} and {rank} differ before the first step"
+            remedy = "wrap the model in DDP once they are loaded, and change none on one rank"
+            yield told(what, one["weights"], two["weights"], names, one, remedy, WEIGHTS)
+            return
+        if not (names := differing(after["weights"], other["weights"])):
+            continue
+        if one["options"] != two["options"]:
+            return  # the cause, which settings() finds
+        grads = [name for name in differing(one["grads"], two["grads"]) if name in names]
+        if grads:
+            why, remedy, page = reason(one, grads[0])
+            what = f"in step {one['step']}, the gradients of ranks {job.first} and {rank} differ"
+            what += f", because {why}"
+            yield told(what, one["grads"], two["grads"], grads, one, remedy, page)
+            return
+        what = f"step {one['step']} gives ranks {job.first} and {rank} other weights"
+        what += ", with the same gradients"
+        remedy = "change none on one rank, and load the optimizer's state on all"
+        yield told(what, after["weights"], other["weights"], names, one, remedy, WEIGHTS)
+        return
+
+
+def told(what, one, two, names, event, remedy, page) -> Found:
+    norms = f"norm {one[names[0]][1]:.6g} and {two[names[0]][1]:.6g}"
+    what = f"{what} ({len(names)} of {len(one)}, first {names[0]}: {norms})"
+    return Found(event["where"], what, remedy, page)
+
+
+def reason(event: dict, name: str) -> tuple[str, str, str]:
+    forwards, synced, *_ = event["counts"]
+    if name in event["outside"]:
+        return "DDP does not have the parameter", "put it into the module that DDP wraps", WEIGHTS
+    if name in event["late"]:
+        page = PITFALLS + "an-unfrozen-layer-differs-between-the-ranks"
+        return "it was frozen when DDP was made", "call DDP() again after unfreezing", page
+    if not forwards:
+        return "forward() did not go through DDP", "call model(x), not model.module(x)", WEIGHTS
+    if not synced:
+        page = PITFALLS + "the-weights-of-the-ranks-drift-apart"
+        return "all of the step was in no_sync()", "leave it for the last micro-batch", page
+    page = PITFALLS + "expected-to-mark-a-variable-ready-only-once"
+    return (
+        "a rank changes them after the all-reduce, or a checkpoint is reentrant",
+        "do the same on all ranks",
+        page,
+    )
+
+
+def learning(job: Job) -> Iterator[Found]:
+    """What also goes wrong in one process."""
+    every = job.of(job.first, "before")
+    for number in dict.fromkeys(e["optimizer"] for e in every):
+        events = [e for e in every if e["optimizer"] == number]
+        place = events[0]["where"]
+        after = [e["weights"] for e in job.of(job.first, "after") if e["optimizer"] == number]
+        norms = [norm for e in events for _, norm in e["grads"].values()]
+        if len(after) > 3 and after[0] and all(weights == after[0] for weights in after):
+            what = f"{len(after)} steps change no weight"
+            what += ", because " + (
+                "the updates are too small"
+                if any(norms)
+                else "all gradients are 0"
+                if norms
+                else "the optimizer's parameters have no gradient"
+            )
+            remedy = (
+                "does the loss depend on the outputs, and has the optimizer the model's parameters?"
+            )
+            yield Found(place, what, remedy, WEIGHTS)
+        if len(stale := [e for e in events if e["stale"]]) > 2:
+            what = f"{len(stale)} of {len(events)} steps add to the gradients of the step before"
+            yield Found(place, what, "call optimizer.zero_grad() in each step", WEIGHTS)
+        if asleep := [e for e in events if e["asleep"]]:
+            what = f"step {asleep[0]['step']} is taken in eval mode"
+            yield Found(place, what, "call model.train() after each evaluation", WEIGHTS)
+    if len(every) > 1 and (lost := sorted({*every[-1]["lost"]} & {*every[-2]["lost"]})):
+        what = f"{len(lost)} parameters have gradients and are in no optimizer (first {lost[0]})"
+        yield Found(every[0]["where"], what, "give them to it, or freeze them", WEIGHTS)
+
+
+# --- the loss
+def losses(job: Job) -> Iterator[Found]:
+    for rank, one, two in job.pairs("loss"):
+        plain = one["plain"] and two["plain"] and one["drawn"] != two["drawn"]
+        if one["count"] != two["count"] and not plain:
+            what = f"the loss is divided by {one['count']:.6g} on rank {job.first}"
+            what += f" and by {two['count']:.6g} on rank {rank}"
+            page = PITFALLS + "class-weights-give-another-loss-on-more-devices"
+            yield Found(
+                one["where"], what, "divide the sum by the mean of all ranks' numbers", page
+            )
+            break
+    pairs = [e for e in job.of(job.first, "loss") if e["pairs"]] if job.others else []
+    for event in pairs[:1]:
+        what = f"each rank compares only its own {event['count']:.0f} samples"
+        page = PITFALLS + "a-contrastive-loss-learns-worse-on-more-devices"
+        yield Found(event["where"], what, "gather the others', if these are meant", page, "NOTE")
+    for event in [e for e in job.of(job.first, "collective") if e["name"] == "reduce"][:1]:
+        what, page = (
+            "reduce() leaves the sum on one rank",
+            PITFALLS + "ranks-print-different-mean-losses",
+        )
+        yield Found(event["where"], what, "use all_reduce(), if others use it", page, "NOTE")
+
+
+def accumulation(job: Job) -> Iterator[Found]:
+    events = [e for e in job.of(job.first, "before") if e["optimizer"] == 0]
+    if len(events) < 3:
+        return
+    place, first = events[0]["where"], events[0]["counts"][2]
+    _, synced, count, batches = events[1]["counts"]
+    if 0 < first < count == events[2]["counts"][2]:
+        what = f"the first step has {first} micro-batches, the others have {count}"
+        yield Found(place, what, f"step if (i + 1) % {count} == 0", EARLY)
+    if 1 < count == batches:
+        if events[1]["incoming"] == [1] * count:
+            what = f"the losses of {count} micro-batches are added"
+            what += f", so gradients are {count} times too large"
+            yield Found(place, what, f"divide each loss by {count}", EARLY)
+        if synced == count and job.others:
+            what = f"there are {count} all-reduces in each step, and one would do"
+            yield Found(
+                place, what, "put all micro-batches but the last into no_sync()", PAGE + "speed"
+            )
+
+
+# --- random numbers, files, devices, threads
+def randomness(job: Job) -> Iterator[Found]:
+    remedy, page = (
+        "seed each rank with seed + rank, once the model is made",
+        PAGE + "random-numbers",
+    )
+    for rank in job.others[:1]:
+        one, two = job.of(job.first, "before"), job.of(rank, "before")
+        for name in one[0]["states"] if one and two else ():
+            states = [(e["here"], e["states"][name]) for e in one]
+            moves = sum(a[0] == b[0] and a != b for a, b in pairwise(states))
+            if moves > 1 and all(
+                e["states"].get(name) == s for e, (_, s) in zip(two, states, strict=False)
+            ):
+                what = f"ranks {job.first} and {rank} draw the same random numbers from {name}"
+                yield Found(one[0]["where"], f"{what}, for dropout or augmentation", remedy, page)
+    for rank, one, two in job.pairs("loader"):
+        alike = (
+            one["key"] == two["key"] and one.get("seed") is not None and one["seed"] == two["seed"]
+        )
+        if alike and one["workers"] and one.get("draws") and not one["reseeds"]:
+            what = f"the workers of ranks {job.first} and {rank} have the same seed"
+            what += f", and draw from {', '.join(one['draws'])}"
+            yield Found(one["place"], what, remedy, page)
+            return
+
+
+def saves(job: Job) -> Iterator[Found]:
+    writers = {}
+    for rank in job.ranks:
+        for event in job.of(rank, "save"):
+            writers.setdefault(event["path"], {}).setdefault(rank, event)
+    for path, events in writers.items():
+        event, name = min(events.items())[1], os.path.basename(path or "?")
+        if len(events) > 1 and path:
+            what = f"{len(events)} ranks write {name}"
+            yield Found(
+                event["where"], what, "let rank 0 save", LOOP + "3-let-rank-0-print-and-save"
+            )
+        if event["prefixed"]:
+            page = PITFALLS + "missing-keys-in-state_dict-when-you-load-weights"
+            what = f"{name} has names like {event['prefixed'][0]}"
+            yield Found(event["where"], what, "save model.module.state_dict()", page, "NOTE")
+    models = [e for e in job.all("save") if e["model"]]
+    if models and not any(e["optimizer"] for e in job.all("save")):
+        what, page = (
+            "no snapshot has the optimizer's state",
+            PITFALLS + "the-loss-jumps-after-a-restart",
+        )
+        yield Found(models[0]["where"], what, "save optimizer.state_dict()", page, "NOTE")
+
+
+def machine(job: Job) -> Iterator[Found]:
+    for event in job.all("load")[:1]:
+        what = f"torch.load() puts tensors on {event['device']}, another rank's device"
+        page = PITFALLS + "a-snapshot-needs-a-gpu-or-fills-gpu-0"
+        yield Found(event["where"], what, 'use map_location="cpu"', page)
+    made = [job.of(rank, "ddp")[0] for rank in job.ranks if job.of(rank, "ddp")]
+    devices = [e["device"] for e in made if e["type"] != "cpu"]
+    if len({*devices}) < len(devices):
+        what, page = (
+            f"{len(devices)} ranks use {len({*devices})} devices",
+            "all-processes-are-on-gpu-0-or-duplicate-gpu-detected",
+        )
+        yield Found(made[0]["where"], what, 'use torch.device("cuda", local_rank)', PITFALLS + page)
+    threads = [own[0]["threads"] for rank in job.ranks if (own := job.of(rank, "before"))]
+    cores, most = job.start["cores"], max(threads, default=0)
+    if sum(threads) > cores and most > 1 and job.others:
+        what, page = (
+            f"{sum(threads)} threads run on {cores:g} cores",
+            "more-threads-run-than-the-machine-has-cores",
+        )
+        yield Found(
+            "the machine",
+            what,
+            f"export OMP_NUM_THREADS={max(1, int(cores / len(threads)))}",
+            PITFALLS + page,
+        )
+    elif devices and most > 4 and sum(threads) >= cores:
+        what, page = (
+            f"{most} threads of a process may keep its device waiting",
+            "a-gpu-waits-while-all-cpu-cores-are-busy",
+        )
+        yield Found("the machine", what, "export OMP_NUM_THREADS=4", PITFALLS + page, "NOTE")
+    batches = [e["batch"] for e in job.passes(job.first, trains=True) if e.get("batch")]
+    if made and made[0]["batchnorm"] and job.others and min(batches, default=16) < 16:
+        what = f"BatchNorm sees the {min(batches)} samples of one rank"
+        page = PITFALLS + "a-model-with-batchnorm-learns-worse-on-more-devices"
+        yield Found(made[0]["where"], what, "use SyncBatchNorm or larger batches", page, "NOTE")
+
+
+def limits(job: Job) -> Iterator[Found]:
+    """What was not judged."""
+    epochs = job.passes(job.first, trains=True)
+    if any(e["sharded"] for e in job.all("before")):
+        what, remedy = (
+            "fully_shard's shards are not compared",
+            "compare the loss with that of one process",
+        )
+        yield Found("the model", what, remedy, LIMITS, "NOTE")
+    if not job.all("before"):
+        yield Found("the program", "no optimizer has made a step", "let it train", LIMITS, "NOTE")
+    elif len(epochs) == 1 and epochs[0].get("distributed") and not job.status:
+        what = "only one epoch was seen, so neither its order nor a step's time is known"
+        yield Found(epochs[0]["place"], what, "let it train for two", LIMITS, "NOTE")
+    for event in job.all("failed")[:1]:
+        what = f"{event['name']}() of the doctor failed: {event['error']}"
+        yield Found("doctor_watch.py", what, "what it should see is not judged", LIMITS, "NOTE")
+
+
+CHECKS = [
+    ends,
+    alone,
+    steps,
+    shares,
+    inputs,
+    order,
+    meaning,
+    evaluation,
+    buffers,
+    settings,
+    weights,
+]
+CHECKS += [learning, losses, accumulation, randomness, saves, machine, limits]
+
+
+def speed(job: Job) -> str:
+    """Where the time of a step goes, and what would help most."""
+    parts = {}
+    for phase in ("with", "alone"):
+        own = [e for e in job.of(job.first, "timed") if e["phase"] == phase]
+        if count := sum(e["first"] for e in own):
+            names = ("total", "data", "update", "synced")
+            parts[phase] = [sum(e[name] for e in own) / count for name in names]
+    if "with" not in parts:
+        return ""
+    total, data, update, synced = parts["with"]
+    exposed = max(0.0, total - parts["alone"][0]) if "alone" in parts else 0.0
+    size = sum(e["bytes"] for e in job.of(job.first, "ddp")) / 1e6
+    shares = {
+        "waiting for data": (data, "raise num_workers"),
+        "forward and backward": (max(0.0, total - data - update - exposed), ""),
+        f"{synced:g} all-reduce of {size:.1f} MB, where not hidden": (
+            exposed,
+            "raise the batch size",
+        ),
+        "optimizer": (update, "use fused=True"),
+    }
+    times = ", ".join(f"{name} {1e3 * seconds:.1f}" for name, (seconds, _) in shares.items())
+    remedy = max(shares.values())[1]
+    return f"TIME a step takes {1e3 * total:.1f} ms: {times}" + (f": {remedy}" if remedy else "")
+
+
+# --- the command
+def run(words: list[str], env: dict, folder: Path) -> int:
+    process = subprocess.Popen(words, env=env)
+    while process.poll() is None:
+        with contextlib.suppress(KeyboardInterrupt, subprocess.TimeoutExpired):
+            process.wait(1)  # Ctrl-C ends the command, too
+        end_stuck(folder)
+    return process.returncode
+
+
+def end_stuck(folder: Path) -> None:
+    """Kill the ranks if none of them does anything any more."""
+    last = {file: read(file)[-1:] for file in folder.glob("*.jsonl")}
+    kinds = {events[0]["kind"] for events in last.values() if events}
+    if "stuck" in kinds and kinds <= {"stuck", "stop", "crash"}:
+        for file in last:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(file.stem), signal.SIGKILL)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(usage="%(prog)s [options] COMMAND ...")
+    parser.add_argument("--steps", type=int, default=8, help="how many are looked at in an epoch")
+    parser.add_argument("--json", type=Path, help="a file for the findings")
+    parser.add_argument("--keep-files", action="store_true", help="let torch.save write its files")
+    parser.add_argument("--patience", type=float, default=30, help="seconds without any act")
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    args = parser.parse_args()
+    if not args.command:
+        parser.error("name the command that trains")
+    first, *words = args.command
+    python = {"python": [], "python3": [], "torchrun": ["-m", "torch.distributed.run"]}.get(first)
+    program = (
+        shutil.which(first, path=HERE.parent)
+        or shutil.which(first, path=Path(sys.executable).parent)
+        or shutil.which(first)
+    )
+    if python is not None or first.endswith(".py"):
+        words = [sys.executable, *(python if python is not None else [first]), *words]
+    elif program:
+        words = [program, *words]
+    else:
+        parser.error(f"there is no command {first}")
+    folder = Path(tempfile.mkdtemp(prefix="doctor-"))
+    env = {"DOCTOR_FOLDER": folder, "DOCTOR_STEPS": args.steps, "DOCTOR_PATIENCE": args.patience}
+    env |= {"DOCTOR_START": time.time(), "DOCTOR_KEEP": "1" if args.keep_files else ""}
+    env |= {
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, (str(HERE / "site"), os.environ.get("PYTHONPATH")))
+        )
+    }
+    try:
+        status = run(
+            words, {**os.environ, **{name: str(value) for name, value in env.items()}}, folder
+        )
+        job = Job(folder, status)
+        if not job.ranks:
+            print(
+                f"error: it ends with status {status}, and no process has trained", file=sys.stderr
+            )
+            return 2
+        found = [finding for check in CHECKS for finding in check(job)]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    count = sum(finding.label == "FOUND" for finding in found)
+    lines = [*map(str, found), *filter(None, [speed(job)]), f"{count} found"]
+    print(*lines, sep="\n", flush=True)
+    if args.json:
+        listed = {"found": [finding._asdict() for finding in found], "time": speed(job)}
+        args.json.write_text(json.dumps(listed, indent=1) + "\n")
+    return 1 if count else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,690 @@
+"""What doctor.py sees in each process of a program: imported there, it watches torch's own classes.
+
+Each process writes a file of JSON lines, one for each event; nothing is judged here. A pass over a
+loader is cut after a few batches. In the first pass that trains, and at the beginning of the second
+one, gradients, weights and random numbers are looked at. Then some steps are timed, the last ones
+of them without all-reduce, and the next pass that trains ends the process.
+"""
+
+import copy
+import functools
+import inspect
+import json
+import multiprocessing
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+import weakref
+import zlib
+from array import array
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import optimizer as optimizers
+from torch.utils import data
+from torch.utils._pytree import tree_leaves
+
+FOLDER = os.environ["DOCTOR_FOLDER"]
+STEPS, PATIENCE = int(os.environ["DOCTOR_STEPS"]), float(os.environ["DOCTOR_PATIENCE"])
+START, KEEP = float(os.environ["DOCTOR_START"]), bool(os.environ["DOCTOR_KEEP"])
+LIBRARY = os.path.dirname(os.__file__)
+BATCHED = nn.modules.batchnorm._BatchNorm
+SNAPSHOT = re.compile(r"\.(pt|pth|ckpt|tar|bin|pkl|safetensors)\b")
+
+
+class Watch:
+    """What this process has done so far, and the file in which it says so."""
+
+    def __init__(self):
+        self.file, self.pid, self.early, self.places = None, None, [], {}
+        self.models, self.optimizers, self.datasets = [], {}, {}
+        self.made = weakref.WeakSet()  # all optimizers, also those that never step
+        self.steps = self.first_step = self.changed = 0  # in all, at the pass's start, the phase's
+        self.trained = self.depth = self.all_backwards = self.files = 0
+        self.forwards = self.synced = self.backwards = self.batches = 0  # since the last step
+        self.incoming, self.scaler, self.drawn = [], None, None
+        self.phase, self.here = "look", None  # then with, alone, rest; the pass over a loader
+        self.last = self.begun = time.perf_counter()
+        self.waited = 0.0
+
+    def note(self, kind, **facts):
+        self.last = time.perf_counter()
+        here = None if self.here is None else [self.here.key, self.here.number]
+        event = {"kind": kind, "time": time.time(), "step": self.steps, "here": here, **facts}
+        if self.file is None:
+            self.early.append(event)
+        elif self.pid == os.getpid():  # and not in a loader's worker, which may be a fork
+            self.file.write(json.dumps(event, default=str) + "\n")
+
+    def begin(self, rank, world):
+        if self.pid == os.getpid():
+            return
+        self.pid, early, self.early = os.getpid(), self.early, []
+        self.file = open(os.path.join(FOLDER, f"{self.pid}.jsonl"), "w", buffering=1)  # noqa: SIM115
+        told = int(os.environ.get("WORLD_SIZE", 1))
+        self.note("start", rank=rank, world=world, told=told, cores=cores())
+        self.file.writelines(json.dumps(event, default=str) + "\n" for event in early)
+        threading.Thread(target=guard, args=(threading.get_ident(),), daemon=True).start()
+
+    def looks(self):
+        """Whether gradients, weights and random numbers are looked at in this step."""
+        capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        return self.phase == "look" and self.steps - self.first_step < 2 * STEPS and not capturing
+
+
+W = Watch()
+
+
+def instead_of(owner, *names):
+    """Put a function in the place of others. It gets the original one first."""
+
+    def put(function):
+        for name in names:
+            original = getattr(owner, name)
+
+            def wrapped(*args, original=original, **kwargs):
+                if torch.compiler.is_compiling():
+                    return original(*args, **kwargs)
+                return function(original, *args, **kwargs)
+
+            setattr(owner, name, functools.wraps(original)(wrapped))
+
+    return put
+
+
+def careful(function):
+    """What fails in here is noted, and does not end the user's program."""
+
+    @functools.wraps(function)
+    def tried(*args):
+        try:
+            return function(*args)
+        except Exception as error:
+            W.note("failed", name=function.__name__, error=f"{type(error).__name__}: {error}")
+
+    return tried
+
+
+def cores():
+    count = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    for names in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):
+        try:  # a container's quota
+            quota, period = " ".join(Path("/sys/fs/cgroup", n).read_text() for n in names).split()
+            return count if quota in ("max", "-1") else min(count, max(1, int(quota) / int(period)))
+        except OSError:
+            continue
+    return count
+
+
+def foreign(file):
+    return "/torch/" in file or file.startswith("<") or "doctor" in os.path.basename(file)
+
+
+def where():
+    """The line of the user's program that has led here."""
+    frame, fallback = sys._getframe(1), "?"
+    while frame:
+        file = frame.f_code.co_filename
+        place = f"{os.path.basename(file)}:{frame.f_lineno}"
+        if not foreign(file) and "site-packages" not in file and not file.startswith(LIBRARY):
+            return place
+        fallback = place if fallback == "?" and not foreign(file) else fallback
+        frame = frame.f_back
+    return fallback
+
+
+def digest(tensors):
+    """Of each tensor, by name: a checksum of its bits, and its norm, which people can compare."""
+    found = {}
+    for name, tensor in tensors.items():
+        flat = tensor.detach().coalesce().values() if tensor.is_sparse else tensor.detach()
+        flat = (torch.view_as_real(flat) if flat.is_complex() else flat).reshape(-1)
+        flat = (flat[::7] if flat.numel() > 1 << 20 else flat).cpu().contiguous()  # of each row
+        found[name] = zlib.crc32(flat.view(torch.uint8).numpy()), flat.float().norm().item()
+    return found
+
+
+def rows(batch):
+    """Checksums of a batch's first samples, of some numbers of each."""
+    leaves = [leaf for leaf in tree_leaves(batch) if torch.is_tensor(leaf) and leaf.dim() > 0]
+    counts, found = [len(leaf) for leaf in leaves], []
+    for i in range(min(16, max(counts, key=counts.count, default=0))):
+        parts = [leaf[i].reshape(-1) for leaf in leaves if len(leaf) > i]
+        parts = [part[:: max(1, len(part) // 1024)].tolist() for part in parts]
+        found.append(zlib.crc32(repr(parts).encode()))
+    return found
+
+
+def random_states():
+    """The states of torch's, Python's, NumPy's and the GPU's generators."""
+    states = {"torch": torch.get_rng_state(), "random": random.getstate()}
+    if "numpy" in sys.modules:
+        states["numpy"] = sys.modules["numpy"].random.get_state()
+    if torch.cuda.is_initialized():
+        states["torch.cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def checksums(states):
+    lists = {name: s.tolist() if torch.is_tensor(s) else s for name, s in states.items()}
+    lists |= {"numpy": (lists["numpy"][1].tolist(), lists["numpy"][2])} if "numpy" in lists else {}
+    return {name: zlib.crc32(repr(state).encode()) for name, state in lists.items()}
+
+
+# --- models, backward passes, losses
+@instead_of(DDP, "__init__")
+def ddp_made(original, self, module, *args, **kwargs):
+    original(self, module, *args, **kwargs)
+    W.models.append(self)
+    trainable = [p for p in module.parameters() if p.requires_grad]
+    self._doctor_trainable = {id(p) for p in trainable}
+    device = next(module.parameters()).device
+    name = f"{device} {os.environ.get('CUDA_VISIBLE_DEVICES', '')}"
+    if device.type == "cuda":
+        name = str(getattr(torch.cuda.get_device_properties(device), "uuid", name))
+    norms = [m for m in module.modules() if isinstance(m, BATCHED)]
+    own = sum(not isinstance(m, nn.SyncBatchNorm) for m in norms)
+    facts = {"bytes": sum(p.nbytes for p in trainable), "batchnorm": own, "where": where()}
+    W.note("ddp", device=name, type=device.type, **facts)
+
+
+@instead_of(DDP, "forward")
+def ddp_forward(original, self, *args, **kwargs):
+    sync = self.require_backward_grad_sync
+    if torch.is_grad_enabled():
+        W.forwards, W.synced = W.forwards + 1, W.synced + bool(sync)
+        if W.looks():
+            own = careful(rows)((args, kwargs)) if not W.datasets else []
+            W.note("forward", rows=own, where=where())
+        self.require_backward_grad_sync = sync and W.phase != "alone"
+    elif W.here:
+        W.here.wrapper |= self.will_sync_module_buffers()
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        self.require_backward_grad_sync = sync
+
+
+@instead_of(torch.autograd, "backward")
+def backward(original, *args, **kwargs):
+    W.backwards, W.all_backwards = W.backwards + 1, W.all_backwards + 1
+    if W.looks():
+        W.note("backward", where=where())
+        for own in W.optimizers.values():
+            kept = own["kept"]
+            own["zeroed"] |= kept is None or kept.grad is None or not kept.grad.any()
+    return original(*args, **kwargs)
+
+
+@instead_of(F, "cross_entropy", "nll_loss")
+def loss(original, *args, **kwargs):
+    result = original(*args, **kwargs)
+    if torch.is_grad_enabled() and result.requires_grad and W.looks():
+        given = inspect.signature(original).bind(*args, **kwargs)
+        given.apply_defaults()
+        note_loss(result, given.arguments)
+    return result
+
+
+@careful
+def note_loss(result, given):
+    if given["reduction"] != "mean" or given["target"].is_floating_point():
+        return
+    input, target, weight = given["input"], given["target"], given["weight"]
+    used = target != given["ignore_index"]
+    count = float(used.sum() if weight is None else weight[target[used]].sum())
+    n = len(target) if target.dim() == 1 else 0
+    pairs = n > 2 and input.shape == (n, n) and target.tolist() == [*range(n)]
+    plain = weight is None and bool(used.all())
+    W.note("loss", count=count, plain=plain, drawn=W.drawn, pairs=pairs, where=where())
+    result.register_hook(lambda grad: W.incoming.append(grad.detach()))
+
+
+# --- optimizers
+@instead_of(optimizers.Optimizer, "__init__")
+def optimizer_made(original, self, *args, **kwargs):
+    original(self, *args, **kwargs)
+    W.made.add(self)
+
+
+@instead_of(torch.amp.GradScaler, "update")
+def scaler_updated(original, self, *args, **kwargs):
+    W.scaler = self if self.is_enabled() else None
+    return original(self, *args, **kwargs)
+
+
+def pre_hook(optimizer, args, kwargs):
+    W.depth += 1  # ZeroRedundancyOptimizer calls another one
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if W.depth > 1 or closure is None:
+        return before(optimizer) if W.depth == 1 else None
+
+    def closed():  # makes the gradients, within step()
+        result = closure()
+        if W.depth == 1:
+            before(optimizer)
+        return result
+
+    return ((args[0], closed), {}) if len(args) > 1 else (args, {**kwargs, "closure": closed})
+
+
+def post_hook(optimizer, args, kwargs):
+    W.depth -= 1
+    if W.depth == 0:
+        after(optimizer)
+
+
+optimizers.register_optimizer_step_pre_hook(pre_hook)
+optimizers.register_optimizer_step_post_hook(post_hook)
+
+
+def named(optimizer):
+    """The parameters of an optimizer, by their names in DDP's models."""
+    known = {id(p): n for m in W.models for n, p in m.module.named_parameters()}
+    mine = [p for group in optimizer.param_groups for p in group["params"]]
+    return {
+        known.get(id(p), f"a parameter of shape {[*p.shape]} (number {i})"): p
+        for i, p in enumerate(mine)
+    }
+
+
+def before(optimizer):
+    W.begin(int(os.environ.get("RANK", 0)), 1)  # a program without a process group
+    fresh = {"number": len(W.optimizers), "kept": None, "zeroed": True}
+    own = W.optimizers.setdefault(id(optimizer), fresh)
+    if W.looks():
+        note_before(optimizer, own)
+    own["time"] = now()
+
+
+@careful
+def note_before(optimizer, own):
+    names = named(optimizer)
+    plain = {n: p for n, p in names.items() if type(p.data).__name__ != "DTensor"}
+    graded = {n: p for n, p in plain.items() if p.grad is not None}
+    trainable = set().union(*(m._doctor_trainable for m in W.models))
+    inside = {id(p) for m in W.models for p in m.module.parameters()}
+    optimized = {id(p) for o in W.made for g in o.param_groups for p in g["params"]}
+    both = [m.module for m in W.models if {*map(id, m.module.parameters())} & optimized]
+    asleep = [layer for m in both if not m.training for layer in m.modules()]
+    kinds = nn.modules.dropout._DropoutNd, BATCHED
+    scale = W.scaler.get_scale() if W.scaler is not None else 1.0
+    kept, first = own["kept"], own["kept"] is None and own["zeroed"]
+    options = [
+        {k: v for k, v in group.items() if k != "params" and not callable(v)}
+        for group in optimizer.param_groups[:8]
+    ]
+    W.note(
+        "before",
+        optimizer=own["number"],
+        weights=digest(plain) if first else {},
+        grads=digest({n: p.grad for n, p in graded.items()}),
+        options=[
+            {k: float(v) if torch.is_tensor(v) and v.numel() == 1 else v for k, v in g.items()}
+            for g in options
+        ],
+        scale=scale,
+        sharded=len(plain) < len(names),
+        late=[n for n, p in graded.items() if id(p) in inside - trainable],
+        outside=[n for n, p in graded.items() if id(p) not in inside],
+        lost=[
+            n
+            for m in W.models
+            for n, p in m.module.named_parameters()
+            if p.grad is not None and id(p) not in optimized
+        ],
+        asleep=any(isinstance(layer, kinds) for layer in asleep),
+        stale=bool(
+            kept is not None and not own["zeroed"] and W.backwards and kept.grad is not None
+        ),
+        incoming=[float(grad.sum()) / scale for grad in W.incoming],
+        counts=[W.forwards, W.synced, W.backwards, W.batches],
+        states=checksums(random_states()),
+        threads=torch.get_num_threads(),
+        where=where(),
+    )
+
+
+def after(optimizer):
+    own, end = W.optimizers[id(optimizer)], now()
+    if W.looks():
+        note_after(optimizer, own)
+    elif W.phase in ("with", "alone"):
+        parts = {"total": end - W.begun, "data": W.waited, "update": end - own["time"]}
+        W.note("timed", phase=W.phase, first=own["number"] == 0, synced=W.synced, **parts)
+    W.steps += 1
+    W.forwards = W.synced = W.backwards = W.batches = 0
+    W.incoming, W.waited, W.begun = [], 0.0, now()
+    ready = W.trained and W.steps - W.first_step >= 4 if W.datasets else W.steps >= 2 * STEPS
+    small = sum(p.nbytes for m in W.models for p in m.module.parameters()) < 40e6
+    if W.phase == "look" and ready:
+        W.phase, W.changed = "with", W.steps
+    elif W.phase in ("with", "alone") and W.steps - W.changed >= (STEPS if small else 3):
+        more = (
+            W.phase == "with" and W.models and dist.is_initialized() and dist.get_world_size() > 1
+        )
+        W.phase, W.changed = "alone" if more else "rest", W.steps
+    if W.steps >= 20 * STEPS or (W.phase == "rest" and not W.datasets):
+        stop()
+
+
+@careful
+def note_after(optimizer, own):
+    plain = {n: p for n, p in named(optimizer).items() if type(p.data).__name__ != "DTensor"}
+    W.note("after", optimizer=own["number"], weights=digest(plain))
+    graded = (p for p in plain.values() if p.grad is not None and not p.grad.is_sparse)
+    own["kept"], own["zeroed"] = next((p for p in graded if p.grad.any()), None), False
+
+
+def now():
+    """The time; while steps are timed, that at which the device has done its work."""
+    if W.phase in ("with", "alone") and torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    return time.perf_counter()
+
+
+# --- data
+@instead_of(data.DataLoader, "__init__")
+def loader_made(original, self, *args, **kwargs):
+    original(self, *args, **kwargs)
+    place = where()  # the same loader has the same name on all ranks
+    W.places[place] = W.places.get(place, 0) + 1
+    self.__dict__["_doctor"] = {"key": f"{place}#{W.places[place]}", "passes": 0, "trained": 0}
+
+
+@instead_of(data.DataLoader, "__iter__")
+def loader_started(original, self):
+    own = self.__dict__["_doctor"]
+    if own["trained"] >= 6 or (own["trained"] >= 2 and W.phase == "rest"):
+        stop()
+    iterator = original(self)
+    state = torch.get_rng_state()
+    started = Pass(self, own, iterator)
+    torch.set_rng_state(state)
+    return started
+
+
+class Pass:
+    """One iteration over a loader. It notes what the loader gives, and ends after a few batches."""
+
+    def __init__(self, loader, own, iterator):
+        self.own, self.key, self.number = own, own["key"], own["passes"]
+        self.iterator, self.count, self.begun = iterator, 0, W.all_backwards
+        self.ended, self.wrapper, self.size, self.total = False, False, loader.batch_size, None
+        own["passes"] += 1
+        W.first_step = W.steps
+        facts = {"key": self.key, "number": self.number, "place": self.key.split("#")[0]}
+        W.note("loader", **facts, **(self.facts(loader) or {}), where=where())
+
+    @careful
+    def facts(self, loader):
+        sampler, dataset, maps = loader.sampler, loader.dataset, []
+        while isinstance(dataset, data.Subset):
+            maps.append(dataset.indices)
+            dataset = dataset.dataset
+        sized = hasattr(dataset, "__len__") and not isinstance(dataset, data.IterableDataset)
+        init = getattr(loader.worker_init_fn, "func", loader.worker_init_fn)
+        facts = {
+            "dataset": W.datasets.setdefault(id(dataset), (len(W.datasets), dataset))[0],
+            "size": len(dataset) if sized else None,
+            "sampler": type(sampler).__name__,
+            "distributed": isinstance(sampler, data.DistributedSampler),
+            "shuffle": bool(getattr(sampler, "shuffle", False)),
+            "random": isinstance(sampler, data.WeightedRandomSampler)
+            or getattr(sampler, "replacement", False),
+            "padded": max(
+                0, getattr(sampler, "total_size", 0) - len(getattr(sampler, "dataset", ()))
+            ),
+            "whole": loader.drop_last or getattr(sampler, "drop_last", False),
+            "batch": loader.batch_size,
+            "workers": loader.num_workers,
+            "seed": getattr(self.iterator, "_base_seed", None),
+            "reseeds": "seed" in " ".join(getattr(getattr(init, "__code__", None), "co_names", ())),
+        }
+        if sized:
+            facts["length"] = len(loader)
+            facts |= (probe(dataset) or {}) if self.number == 0 else {}
+            if len(dataset) < 5_000_000 and self.own["trained"] < 2 and self.number < 8:
+                facts |= self.listed(loader, maps)
+        return facts
+
+    def listed(self, loader, maps):
+        """Write the numbers of all samples into files: of the data, and of the whole pass."""
+        plain = data.SequentialSampler, data.RandomSampler, data.DistributedSampler
+        plain += (data.SubsetRandomSampler, data.WeightedRandomSampler, list, tuple, range)
+        if type(loader.batch_sampler) is not data.BatchSampler or not isinstance(
+            loader.sampler, plain
+        ):
+            return {}  # to iterate over any other one might change it
+        generator = getattr(loader.sampler, "generator", None)
+        state = generator.get_state() if generator is not None else None
+        drawn = [*loader.sampler]
+        if generator is not None:
+            generator.set_state(state)
+        self.total, W.files = len(drawn), W.files + 1
+        drawn = drawn[: self.total // self.size * self.size] if loader.drop_last else drawn
+        found = {}
+        for name, numbers in (("own", range(len(loader.dataset))), ("drawn", drawn)):
+            for indices in maps:
+                numbers = [indices[i] for i in numbers]
+            found[name] = f"{os.getpid()}-{W.files}-{name}"
+            Path(FOLDER, found[name]).write_bytes(array("q", map(int, numbers)).tobytes())
+        return found
+
+    def __iter__(self):
+        return self
+
+    def __len__(self):
+        return len(self.iterator)
+
+    def __getattr__(self, name):
+        return getattr(self.iterator, name)
+
+    def __next__(self):
+        timed = self.own["trained"] and W.all_backwards > self.begun and W.phase != "rest"
+        limit = 64 * STEPS if timed else STEPS
+        if self.count >= limit and (W.backwards == 0 or self.count >= 8 * limit):
+            self.end()  # but not between the micro-batches of a step
+        if self.ended:
+            raise StopIteration
+        start = now()
+        W.begun = start if W.batches == 0 else W.begun
+        try:
+            batch = next(self.iterator)
+        except StopIteration:
+            self.end()
+            raise
+        W.waited += time.perf_counter() - start
+        W.here, W.batches, self.count = self, W.batches + 1, self.count + 1
+        if self.total is not None:  # how many samples it should have
+            W.drawn = min(self.size, self.total - self.size * (self.count - 1))
+        own = careful(rows)(batch) if W.phase == "look" and self.count <= STEPS else []
+        W.note("batch", key=self.key, number=self.number, rows=own, where=where())
+        return batch
+
+    def end(self):
+        self.ended, W.here, trained, buffers = True, None, W.all_backwards > self.begun, {}
+        if trained:
+            self.own["trained"] += 1
+            W.trained = max(W.trained, self.own["trained"])
+        elif W.phase == "look":
+            buffers = digest({n: b for m in W.models for n, b in m.module.named_buffers()})
+        facts = {"count": self.count, "wrapper": self.wrapper, "buffers": buffers}
+        W.note("end", key=self.key, number=self.number, trained=trained, **facts)
+
+
+@careful
+def probe(dataset):
+    """What three samples are, and which random numbers they draw."""
+    dataset, states = copy.copy(dataset), random_states()  # it may open a file: not in the user's
+    names = [repr(getattr(dataset, name, None)) for name in ("classes", "class_to_idx")]
+    first, samples = checksums(states), []
+    try:
+        samples = [tree_leaves(dataset[i]) for i in (0, len(dataset) // 2, len(dataset) - 1)]
+        drawn = [name for name, state in checksums(random_states()).items() if state != first[name]]
+    finally:
+        torch.set_rng_state(states["torch"])
+        random.setstate(states["random"])
+        if "numpy" in states:
+            sys.modules["numpy"].random.set_state(states["numpy"])
+    plain = [[v.tolist() if hasattr(v, "tolist") else v for v in leaves] for leaves in samples]
+    targets = [[v for v in leaves if isinstance(v, int | str)] for leaves in plain]
+    return {
+        "classes": names,
+        "targets": targets,
+        "inputs": zlib.crc32(repr(plain).encode()),
+        "draws": drawn,
+    }
+
+
+# --- files: none of the user's is touched
+def instead(path):
+    """Where a file of this path goes."""
+    path = os.path.abspath(os.fspath(path))
+    return os.path.join(FOLDER, f"file-{zlib.crc32(os.fsencode(path))}-{os.path.basename(path)}")
+
+
+def is_path(path):
+    return isinstance(path, str | os.PathLike)
+
+
+def is_moved(path, exists=os.path.lexists):
+    return is_path(path) and exists(instead(path))
+
+
+def is_users(path, exists=os.path.lexists):
+    """Whether it is a snapshot that was there before the run."""
+    found = is_path(path) and SNAPSHOT.search(os.path.basename(path)) and exists(path)
+    return bool(found) and os.stat(path, follow_symlinks=False).st_ctime < START
+
+
+@instead_of(torch, "save")
+def save(original, obj, f, *args, **kwargs):
+    path, keys = os.path.abspath(f) if is_path(f) else getattr(f, "name", None), {*flat_keys(obj)}
+    inner = {n for m in W.models for n in m.module.state_dict()}
+    prefixed = sorted(k for k in keys - inner if k.startswith("module.") and k[7:] in inner)
+    facts = {"path": path, "prefixed": prefixed[:1], "optimizer": "param_groups" in keys}
+    W.note("save", model=bool(prefixed or inner & keys), **facts, where=where())
+    return original(obj, f if KEEP or not is_path(f) else instead(f), *args, **kwargs)
+
+
+@instead_of(torch, "load")
+def load(original, f, *args, **kwargs):
+    found = original(instead(f) if is_moved(f) else f, *args, **kwargs)
+    devices = {leaf.device for leaf in tree_leaves(found) if torch.is_tensor(leaf)}
+    own = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+    for device in [d for d in devices if d.type not in ("cpu", "meta") and d.index != own][:1]:
+        W.note("load", device=str(device), where=where())
+    return found
+
+
+def act_on_files(original, *paths, **kwargs):
+    if is_moved(paths[0]):
+        return original(*map(instead, paths), **kwargs)
+    changed = paths[1:] if original.__name__.startswith("copy") else paths
+    if original.__module__ != "genericpath" and any(map(is_users, changed)):
+        return paths[-1]
+    return original(*paths, **kwargs)
+
+
+if not KEEP:
+    instead_of(os, "replace", "rename", "remove", "unlink")(act_on_files)
+    instead_of(shutil, "move", "copy", "copy2", "copyfile")(act_on_files)
+    instead_of(os.path, "exists", "isfile", "getsize")(act_on_files)
+
+
+def flat_keys(obj, depth=3):
+    for key, value in obj.items() if isinstance(obj, dict) and depth else ():
+        yield str(key)
+        yield from flat_keys(value, depth - 1)
+
+
+# --- how a process begins and ends
+def group_made(original, *args, **kwargs):
+    original(*args, **kwargs)
+    W.begin(dist.get_rank(), dist.get_world_size())
+
+
+def collective(original, *args, **kwargs):
+    shape = next(([*a.shape] for a in args if torch.is_tensor(a)), None)
+    W.note("collective", name=original.__name__, shape=shape, where=where())
+    return original(*args, **kwargs)
+
+
+for module in (dist, dist.distributed_c10d):
+    instead_of(module, "init_process_group")(group_made)
+    names = (
+        "all_reduce reduce broadcast all_gather all_gather_object all_gather_into_tensor barrier"
+    )
+    names += " gather gather_object broadcast_object_list reduce_scatter_tensor scatter all_to_all"
+    instead_of(module, *names.split())(collective)
+
+
+def crashed(error):
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [
+        f"{os.path.basename(f.filename)}:{f.lineno}" for f in frames if not foreign(f.filename)
+    ]
+    W.note("crash", error=f"{type(error).__name__}: {error}"[:200], where=(places or ["?"])[-1])
+
+
+@instead_of(sys, "excepthook")
+def uncaught(original, kind, error, trace):
+    crashed(error)
+    original(kind, error, trace)
+
+
+@instead_of(sys.modules["torch.multiprocessing.spawn"], "_wrap")
+def spawned(original, function, *args):
+    def told(*given):
+        try:
+            function(*given)
+        except Exception as error:
+            crashed(error)
+            raise
+
+    original(told, *args)
+
+
+def guard(main):
+    """Say where this process stands if it has done nothing for a while. doctor.py decides."""
+    said = None
+    while True:
+        time.sleep(min(1, PATIENCE / 4))
+        patience = PATIENCE if W.steps else 10 * PATIENCE  # the first step may compile something
+        if time.perf_counter() - W.last > patience and said != W.last:
+            frames = traceback.extract_stack(sys._current_frames()[main])
+            own = [f for f in frames if not foreign(f.filename) and "/lib/python" not in f.filename]
+            lines = [f"{os.path.basename(f.filename)}:{f.lineno} {f.line}" for f in own[-3:]]
+            W.note("stuck", stack=lines[::-1])
+            said = W.last
+
+
+def stop():
+    """End this process when all others have come here, too, without the program's own end."""
+    W.note("stop")
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    Path(FOLDER, f"{os.getpid()}.stop").touch()
+    end, files = time.perf_counter() + PATIENCE, Path(FOLDER)
+    while (
+        len([*files.glob("*.stop")]) < len([*files.glob("*.jsonl")]) and time.perf_counter() < end
+    ):
+        time.sleep(0.05)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises when a worker ends
+    for worker in multiprocessing.active_children():
+        worker.kill()
+    os._exit(0)
