@@ -22,17 +22,6 @@ DIVISIBLE = """\
 +    train_loader = DataLoader(train_set, batch_size=66 // world_size, sampler=sampler)
 """
 EPOCHS = "@@\n-    for epoch in range(first_epoch, 5):\n+    for epoch in range(first_epoch, {}):\n"
-AS_ON_A_GPU = """\
-@@
--    if torch.cuda.is_available():
--        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
--        torch.cuda.set_device(device)
-+    if True:
-@@
--    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-+    model[2].register_forward_pre_hook(lambda layer, x: print(layer.weight.dtype, x[0].dtype))
-"""
 LARGE = """\
 @@
 -    train_set, val_set = make_data(1000, seed=1), make_data(303, seed=2)
@@ -78,23 +67,12 @@ def test_two_ranks_and_then_three_train_as_one_process_does(tmp_path):
     torch.testing.assert_close(load(tmp_path / "model.pt"), wanted, rtol=0, atol=1e-12)
 
 
-@pytest.mark.slow("two jobs")
-def test_in_bfloat16_the_shares_stay_in_float32(tmp_path):
-    text = train(tmp_path, changed(RECIPE, tmp_path, AS_ON_A_GPU), 2)
-    assert {*re.findall(r"^torch\S+ .*", text, re.M)} == {"torch.bfloat16 torch.bfloat16"}
-    train(tmp_path / "one", changed(LOOP, tmp_path / "one", ""), 1)
-    rounded, whole = load(tmp_path / "model.pt"), load(tmp_path / "one" / "snapshot.pt")["model"]
-    torch.testing.assert_close(rounded, whole, rtol=0, atol=0.05)  # of the same type, too
-    assert max((rounded[name] - whole[name]).abs().max() for name in whole) > 1e-4
-
-
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow("again"))])
-def test_no_rank_ever_holds_the_whole(tmp_path, ranks):
+def test_no_rank_ever_holds_the_whole(tmp_path):
     """Of 12 layers: their weights while the model is made, and with gradients and momenta later.
     Besides its share a rank has one layer at a time, which needs several buffers in training."""
-    train(tmp_path, changed(RECIPE, tmp_path, LARGE + EPOCHS.format(1)), ranks)
-    layer, parts = 4 * 1024 * 1025, 12 / ranks
-    for rank in range(ranks):
+    train(tmp_path, changed(RECIPE, tmp_path, LARGE + EPOCHS.format(1)), 2)
+    layer, parts = 4 * 1024 * 1025, 12 / 2
+    for rank in range(2):
         events = json.loads((tmp_path / f"trace-{rank}.json").read_text())["traceEvents"]
         (made,) = (event["ts"] for event in events if event["name"] == "the model is made")
         memory = [(event["ts"], event["args"]) for event in events if event["name"] == "[memory]"]
