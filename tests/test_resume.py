@@ -139,17 +139,17 @@ def test_a_stop_in_mid_epoch_goes_on_at_any_world_size(start, tmp_path, fashion)
     do not divide: test_steps.py."""
     data, seen = (1, *fashion(480, 10), "--save-steps", 3), [0]
 
-    def leg(processes: int, *options: object, status: int = 0) -> None:
+    def leg(processes: int, *options: object, stop: bool = False) -> None:
         env = {"LADDER_SLOW": 0, "LADDER_DTYPE": "float64"}
         job = start(TORCHRUN.format(processes), *data, *options, "--resume", **env)
-        if status:
+        if stop:
             job.wait_for(r"Step \d+ \| Saved")
             os.kill(job.process.pid, signal.SIGTERM)
-        job.finish(status)
+        job.finish(None if stop else 0)  # torchrun itself may abort on a busy machine
         seen.append(load(tmp_path / "checkpoint.pt")["samples_seen"])
 
-    leg(3, "--batch-size", 2, "--accumulate", 2, status=1)
-    leg(1, "--batch-size", 12, status=1)
+    leg(3, "--batch-size", 2, "--accumulate", 2, stop=True)
+    leg(1, "--batch-size", 12, stop=True)
     leg(2, "--batch-size", 6)
     assert 0 < seen[1] < seen[2] < 480 and seen[3] == 0
     options = (*data[:-2], "--batch-size", 12, "--snapshot-path", "whole.pt")
