@@ -32,7 +32,7 @@ HERE = Path(__file__).resolve().parent
 PAGE, PITFALLS, LOOP = "docs/doctor.md#", "docs/pitfalls.md#", "docs/your_loop.md#"
 DATA, WEIGHTS, LIMITS = (PAGE + name for name in ("data", "gradients-and-weights", "limits"))
 SHUFFLE = PITFALLS + "an-epoch-takes-as-long-on-two-devices-as-on-one"
-SPLIT = PITFALLS + "ranks-test-on-what-other-ranks-train-on"
+SPLIT = PITFALLS + "ranks-evaluate-on-what-other-ranks-train-on"
 SKIP = PITFALLS + "received-data-size-doesnt-match-expected-size"
 HANG = PITFALLS + "the-job-hangs-in-a-collective"
 EARLY = PITFALLS + "the-first-update-comes-too-early"
@@ -273,8 +273,9 @@ def meaning(job: Job) -> Iterator[Found]:
         if one["classes"] != two["classes"]:
             what, remedy = "the ranks number the classes differently", "sort their names"
         elif one["distributed"] and one["inputs"] != two["inputs"] and not one["draws"]:
-            what = f"the samples 0, n/2 and n-1 are others on rank {rank}: targets {a} and {b}"
-            what, remedy = what[:200], "make the data with the same seed, and shard them once"
+            what = f"the samples 0, n/2 and n-1 are others on rank {rank}"
+            what += f" (targets {a} and {b})"[:120] if a != b else ""
+            remedy = "make the data with the same seed, and shard them once"
         else:
             continue
         seen.add(one["dataset"])
@@ -300,8 +301,10 @@ def evaluation(job: Job) -> Iterator[Found]:
             )
             page = PITFALLS + "accuracy-depends-on-the-number-of-processes"
             yield Found(place, f"{what}, which count twice in the evaluation", remedy, page)
-        if "drawn" in event and left and len(job.ranks) == job.world:
-            what = f"the evaluation leaves out {len(left)} of {event['size']} samples"
+        own = set().union(*mine.values())
+        split = event["distributed"] and any(numbers != own for numbers in mine.values())
+        if "drawn" in event and left and not split and len(job.ranks) == job.world:
+            what = f"the evaluation leaves out {len(left)} of {len(own)} samples"
             yield Found(place, what, "evaluate without drop_last, and on all ranks", DATA)
         leaked = set().union(*(own for r, own in mine.items() if not own & trained[r]))
         if leaked := leaked & set().union(*trained.values()):
@@ -690,7 +693,7 @@ def main() -> int:
                 f"error: it ends with status {status}, and no process has trained", file=sys.stderr
             )
             return 2
-        found = [finding for check in CHECKS for finding in check(job)]
+        found = [*dict.fromkeys(finding for check in CHECKS for finding in check(job))]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     count = sum(finding.label == "FOUND" for finding in found)

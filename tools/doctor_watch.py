@@ -604,8 +604,15 @@ if not KEEP:
     instead_of(os.path, "exists", "isfile", "getsize")(act_on_files)
 
 
-def flat_keys(obj, depth=3):
-    for key, value in obj.items() if isinstance(obj, dict) and depth else ():
+def flat_keys(obj, depth=4):
+    pairs = (
+        obj.items()
+        if isinstance(obj, dict)
+        else [("", v) for v in obj]
+        if isinstance(obj, list)
+        else ()
+    )
+    for key, value in pairs if depth else ():
         yield str(key)
         yield from flat_keys(value, depth - 1)
 

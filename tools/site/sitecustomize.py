@@ -35,6 +35,6 @@ def watch() -> None:
 launcher = any(word.endswith(("torchrun", "torch.distributed.run")) for word in sys.orig_argv[:4])
 if "DOCTOR_FOLDER" in os.environ and not launcher:
     sys.meta_path.insert(0, Finder())
-following = PathFinder.find_spec("sitecustomize", [path for path in sys.path if path != str(here)])
-if following:  # the machine may have one of its own
+sys.path.remove(str(here))
+if following := PathFinder.find_spec("sitecustomize"):  # the machine may have one of its own
     following.loader.exec_module(module_from_spec(following))
