@@ -1,4 +1,4 @@
-"""A small transformer for benchmarks/gpu.py, because the scripts' models are small or convolve."""
+"""A small transformer for tools/gpu.py, because the scripts' models are small or convolve."""
 
 import torch
 from torch import nn

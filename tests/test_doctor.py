@@ -39,7 +39,7 @@ sampler.set_epoch(epoch) => next(iter(train_loader))
 batch_size=100 => batch_size=100, sampler=DistributedSampler(val_set, shuffle=False)
 DataLoader(val_shard => DataLoader(val_set
 if rank == 0: => if True:
-os.replace( => str(
+os.replace( => print(
 model.module.state_dict() => model.state_dict()
 , "optimizer": optimizer.state_dict() => , "nothing": 0
 FOUND train.py:28: two epochs have the same order of 500 samples

@@ -5,6 +5,8 @@ import re
 import shutil
 import sys
 
+import gpu
+import in_turn
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,9 +14,6 @@ from helpers.hosts import require
 from helpers.jobs import ROOT
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-sys.path.insert(0, str(ROOT / "tools"))
-import gpu
-import in_turn
 
 
 def test_without_a_gpu_there_is_one_sentence(run):

@@ -10,8 +10,6 @@ import torch
 from helpers.ranks import start_server
 from torch.utils.checkpoint import checkpoint
 
-pytestmark = pytest.mark.numbers
-
 PAGE = pitfalls.PAGE.read_text()
 SECTIONS = pitfalls.sections(PAGE)
 SLOW = pytest.mark.slow("starts Python anew, which imports torch")

@@ -29,8 +29,6 @@ from torchvision.models import ResNet18_Weights, resnet18
 
 from common.data import make_digits
 
-pytestmark = pytest.mark.numbers
-
 SCRIPT = "ddp_torchrun.py"
 PAGE = (ROOT / "docs" / "recipes.md").read_text()
 FILES = {path.stem: path.read_text() for path in ROOT.glob("recipes/*.diff")}

@@ -10,8 +10,6 @@ from helpers.files import load, patched
 from helpers.jobs import ROOT
 from helpers.ranks import train
 
-pytestmark = pytest.mark.numbers
-
 RECIPE, LOOP = ROOT / "recipes" / "fully_shard.py", ROOT / "docs" / "your_loop.py"
 DIVISIBLE = """\
 @@ of both programs: each epoch is 16 global batches, for two ranks and for three
