@@ -15,7 +15,6 @@ from helpers.jobs import ROOT
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
-
 def test_without_a_gpu_there_is_one_sentence(run):
     said = "error: tools/gpu.py needs a GPU, and torch finds none here: .+\n"
     assert re.fullmatch(said, run("tools/gpu.py", status=1))

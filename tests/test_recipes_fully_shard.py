@@ -4,7 +4,6 @@ import json
 import re
 from pathlib import Path
 
-import pytest
 import torch
 from helpers.files import load, patched
 from helpers.jobs import ROOT
