@@ -366,11 +366,12 @@ def after(optimizer):
     W.steps += 1
     W.forwards = W.synced = W.backwards = W.batches = 0
     W.incoming, W.waited, W.begun = [], 0.0, now()
-    ready = W.trained and W.steps - W.first_step >= 4 if W.datasets else W.steps >= 2 * STEPS
     small = sum(p.nbytes for m in W.models for p in m.module.parameters()) < 40e6
+    seen = W.steps - W.first_step >= (4 if small else 2)
+    ready = W.trained and seen if W.datasets else W.steps >= 2 * STEPS
     if W.phase == "look" and ready:
         W.phase, W.changed = "with", W.steps
-    elif W.phase in ("with", "alone") and W.steps - W.changed >= (STEPS if small else 3):
+    elif W.phase in ("with", "alone") and W.steps - W.changed >= (STEPS if small else 2):
         more = (
             W.phase == "with" and W.models and dist.is_initialized() and dist.get_world_size() > 1
         )
