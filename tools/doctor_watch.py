@@ -150,7 +150,7 @@ def digest(tensors):
     for name, tensor in tensors.items():
         flat = tensor.detach().coalesce().values() if tensor.is_sparse else tensor.detach()
         flat = (torch.view_as_real(flat) if flat.is_complex() else flat).reshape(-1)
-        flat = (flat[::7] if flat.numel() > 1 << 20 else flat).cpu().contiguous()  # of each row
+        flat = (flat[::61] if flat.numel() > 1 << 20 else flat).cpu().contiguous()  # of each row
         found[name] = zlib.crc32(flat.view(torch.uint8).numpy()), flat.float().norm().item()
     return found
 
