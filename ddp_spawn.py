@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # imported before init, or gloo may abort Python when it exits
+import torch.distributed.nn  # unused, but without it gloo may abort Python at exit
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -172,7 +172,7 @@ def load_snapshot(args, parts):
     rates = [group["lr"] for group in parts["optimizer"].param_groups]
     for name, part in parts.items():
         part.load_state_dict(snapshot[name])
-    # Keep this run's learning rates, but not if parts has a scheduler of torch's, which knows them.
+    # Keep this run's learning rate. If parts has a torch scheduler, delete this loop and `rates`.
     for group, rate in zip(parts["optimizer"].param_groups, rates, strict=True):  # your schedule
         group["lr"] = rate
     log(f"Resuming training from snapshot at Epoch {snapshot['epoch']}")
@@ -232,7 +232,7 @@ def parse_args():
     count = 2 if args.device == "cpu" else torch.accelerator.device_count()
     args.nproc_per_node = args.nproc_per_node or count
     if args.device != "cpu" and args.nproc_per_node > count:
-        parser.error(f"{args.nproc_per_node} processes need as many devices, and {count} are there")
+        parser.error(f"{args.nproc_per_node} processes need as many devices, and there are {count}")
     return args
 
 
@@ -247,5 +247,5 @@ if __name__ == "__main__":
         except mp.ProcessExitedException as error:  # a rank that exits by itself has printed why
             sys.exit(error.exit_code if error.exit_code > 0 else f"error: {error}")
         finally:
-            for process in mp.active_children():  # otherwise they would train on after Ctrl-C
+            for process in mp.active_children():  # otherwise they keep training after Ctrl-C
                 process.kill()

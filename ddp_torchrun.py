@@ -8,7 +8,7 @@
 
 The global batch is --batch-size times the processes times --accumulate. On several nodes, the
 snapshot must lie on a disk that they share. torchrun can restart a job that has failed. Without
-this variable, a restart may hang. (On several nodes, use --rdzv_backend=c10d. Slurm: see slurm/.)
+the variable below, a restart may hang. (On several nodes: --rdzv_backend=c10d. Slurm: slurm/.)
 
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     torchrun --standalone --nproc_per_node=4 --max-restarts=3 ddp_torchrun.py 50 10 --resume
@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # imported before init, or gloo may abort Python when it exits
+import torch.distributed.nn  # unused, but without it gloo may abort Python at exit
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -48,7 +48,7 @@ def ddp_setup(args):
         device = torch.device(args.device, int(os.environ["LOCAL_RANK"]))
         torch.accelerator.set_device_index(device.index)
         if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(min(4, torch.get_num_threads()))  # more delay the GPU's kernels
+            torch.set_num_threads(min(4, torch.get_num_threads()))  # more would delay GPU kernels
     dist.init_process_group(  # torchrun has set RANK, WORLD_SIZE and the address of rank 0
         args.backend,
         timeout=datetime.timedelta(seconds=args.timeout),
@@ -73,7 +73,7 @@ def train_epoch(model, loader, optimizer, device, epoch, args, parts, done):
         step_samples = min(samples_per_step, samples - done)
         if len(targets) > min(args.batch_size, step_samples):
             sys.exit(f"error: {len(targets)} targets for {args.batch_size} samples: give one each")
-        last = number % args.accumulate == 0 or number == len(loader)  # of the step's micro-batches
+        last = number % args.accumulate == 0 or number == len(loader)  # the step's last micro-batch
         # Only the step's last backward() sends gradients. The others just add them up.
         with contextlib.nullcontext() if last else model.no_sync():
             with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):
@@ -146,7 +146,7 @@ def main(args):
     for group in optimizer.param_groups:  # your schedule
         group["initial_lr"] = group["lr"]  # what lr_factor multiplies
     own = {"train_size": len(train_set), "val_size": len(val_set), "snapshot's epoch": first_epoch}
-    if args.resume:  # from one snapshot, or DDP would copy rank 0's weights over the difference
+    if args.resume:  # from the same snapshot? DDP would hide a difference in weights
         weights = sum(weight.cpu().double().sum().item() for weight in model.parameters())
         own["snapshot's samples_seen"] = samples_seen
         own["sum of the snapshot's weights"] = f"{weights:.9g}"
@@ -163,7 +163,7 @@ def main(args):
         set_seed(args.seed, rank, epoch)  # so a run resumed here draws the same dropout
         sampler.set_epoch(epoch)  # reshuffles, in the same way on all ranks
         loader, done = train_loader, 0
-        if samples_seen:  # resumed within this epoch: this rank's rest of it, and other dropout
+        if samples_seen:  # resumed within this epoch: train on its rest, with other dropout
             set_seed(args.seed, rank, epoch, samples_seen)
             done = samples_seen // world_size
             rest = [*sampler][done:]
@@ -247,11 +247,11 @@ def load_snapshot(args, parts):
     rates = [group["lr"] for group in parts["optimizer"].param_groups]
     for name, part in parts.items():
         part.load_state_dict(snapshot[name])
-    # Keep this run's learning rates, but not if parts has a scheduler of torch's, which knows them.
+    # Keep this run's learning rate. If parts has a torch scheduler, delete this loop and `rates`.
     for group, rate in zip(parts["optimizer"].param_groups, rates, strict=True):  # your schedule
         group["lr"] = rate
     log(f"Resuming training from snapshot at Epoch {snapshot['epoch']}")
-    return snapshot["epoch"], snapshot.get("samples_seen", 0)  # the other scripts save no such
+    return snapshot["epoch"], snapshot.get("samples_seen", 0)  # only this script saves it
 
 
 def log(line, every_rank=False):
@@ -320,7 +320,7 @@ def parse_args():
             parser.error(f"{error}, and use --standalone or --rdzv_backend=c10d (pytorch#135712)")
     processes, count = os.environ.get("LOCAL_WORLD_SIZE", "1"), torch.accelerator.device_count()
     if args.device != "cpu" and int(processes) > count:
-        parser.error(f"{processes} processes need as many devices, and {count} are there")
+        parser.error(f"{processes} processes need as many devices, and there are {count}")
     return args
 
 

@@ -3,8 +3,8 @@
     python multinode.py --init-method tcp://10.0.0.1:22225 --rank 0 --world-size 2     first node
     python multinode.py --init-method tcp://10.0.0.1:22225 --rank 1 --world-size 2     second node
 
-With four GPUs on each node, add --nproc-per-node 4 --world-size 8 to both, and give the second
---rank 4: each command starts that many ranks, and --rank is the first of them. They can also meet
+This is one process per node. For four, add --nproc-per-node 4 --world-size 8, and on the second
+node --rank 4: each command starts that many ranks, and --rank is the first. They can also meet
 at --init-method file:///shared/new_file, or read MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE from
 the environment.
 
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # imported before init, or gloo may abort Python when it exits
+import torch.distributed.nn  # unused, but without it gloo may abort Python at exit
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -115,7 +115,7 @@ def main(local_rank, args):
     parts = {"model": model, "optimizer": optimizer}  # what a snapshot holds
     first_epoch = load_snapshot(args, parts) if args.resume else 0
     own = {"train_size": len(train_set), "val_size": len(val_set), "snapshot's epoch": first_epoch}
-    if args.resume:  # from one snapshot, or DDP would copy rank 0's weights over the difference
+    if args.resume:  # from the same snapshot? DDP would hide a difference in weights
         weights = sum(weight.cpu().double().sum().item() for weight in model.parameters())
         own["sum of the snapshot's weights"] = f"{weights:.9g}"
     same_on_all_ranks(own)
@@ -196,7 +196,7 @@ def load_snapshot(args, parts):
     rates = [group["lr"] for group in parts["optimizer"].param_groups]
     for name, part in parts.items():
         part.load_state_dict(snapshot[name])
-    # Keep this run's learning rates, but not if parts has a scheduler of torch's, which knows them.
+    # Keep this run's learning rate. If parts has a torch scheduler, delete this loop and `rates`.
     for group, rate in zip(parts["optimizer"].param_groups, rates, strict=True):  # your schedule
         group["lr"] = rate
     log(f"Resuming training from snapshot at Epoch {snapshot['epoch']}")
@@ -264,7 +264,7 @@ def parse_args():
         parser.error(f"--snapshot-path {path}: name a file in a folder that you may write to")
     count = torch.accelerator.device_count()
     if args.device != "cpu" and args.nproc_per_node > count:
-        parser.error(f"{args.nproc_per_node} processes need as many devices, and {count} are there")
+        parser.error(f"{args.nproc_per_node} processes need as many devices, and there are {count}")
     return args
 
 
@@ -278,5 +278,5 @@ if __name__ == "__main__":
     except mp.ProcessExitedException as error:  # a rank that exits by itself has printed why
         sys.exit(error.exit_code if error.exit_code > 0 else f"error: {error}")
     finally:
-        for process in mp.active_children():  # otherwise they would train on after Ctrl-C
+        for process in mp.active_children():  # otherwise they keep training after Ctrl-C
             process.kill()

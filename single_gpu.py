@@ -66,7 +66,7 @@ def main(args):
     device = torch.device(args.device)
     name = "CPU" if device.type == "cpu" else "GPU"
     if device.type != "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(min(4, torch.get_num_threads()))  # more delay the GPU's kernels
+        torch.set_num_threads(min(4, torch.get_num_threads()))  # more would delay GPU kernels
     torch.set_float32_matmul_precision("high")  # TF32 on a GPU: faster, and exact to three digits
 
     set_seed(args.seed)  # all processes and runs begin with the same split and weights
@@ -132,7 +132,7 @@ def load_snapshot(args, parts):
     rates = [group["lr"] for group in parts["optimizer"].param_groups]
     for name, part in parts.items():
         part.load_state_dict(snapshot[name])
-    # Keep this run's learning rates, but not if parts has a scheduler of torch's, which knows them.
+    # Keep this run's learning rate. If parts has a torch scheduler, delete this loop and `rates`.
     for group, rate in zip(parts["optimizer"].param_groups, rates, strict=True):  # your schedule
         group["lr"] = rate
     log(f"Resuming training from snapshot at Epoch {snapshot['epoch']}")

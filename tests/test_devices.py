@@ -120,7 +120,7 @@ def test_a_process_for_each_device_and_no_more(parse, refuse, pretend, monkeypat
     else:
         assert parse(script)[1].nproc_per_node == 1
         options += ("--rank", 0, "--world-size", 8)
-    line = "4 processes need as many devices, and 3 are there"
+    line = "4 processes need as many devices, and there are 3"
     assert refuse(script, *options) == line
 
 
