@@ -156,6 +156,8 @@ def do(parse, monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
     def do(script: str, *arguments: object) -> SimpleNamespace:
+        if dist.is_initialized():  # another test's
+            dist.destroy_process_group()
         if "--num-workers" in arguments:
             start_server()
         module, args = parse(script, *arguments)
