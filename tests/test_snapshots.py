@@ -86,6 +86,7 @@ def test_a_new_run_keeps_the_snapshot_of_an_earlier_one(do, monkeypatch, script)
             patch.setattr(module, "same_on_all_ranks", lambda _: None, raising=False)
             patch.setattr(module, "DDP", lambda *_, **__: 1 / 0)
             main = getattr(module.main, "__wrapped__", module.main)
+            do.last.args.resume = False
             with pytest.raises(ZeroDivisionError):
                 main(*([] if script == "ddp_torchrun.py" else [1]), do.last.args)
         assert own.read_bytes() == saved and not old.exists()
