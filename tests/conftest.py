@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import multiprocessing.util
 import os
 import signal
 import sys
@@ -19,6 +20,7 @@ from helpers.ranks import start_server
 from common.data import make_digits
 
 temporary = tempfile.TemporaryDirectory(prefix="ladder-")  # for what torch and killed jobs leave
+multiprocessing.util.get_temp_dir()  # its own, which it removes after the one above is gone
 torch.set_num_threads(1)  # tests run side by side
 signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs of `pytest &` would ignore it
 machine = pytest.MonkeyPatch()  # holds back what the machine has, while the CPU's tests run
@@ -29,6 +31,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """On any machine, tests marked gpu find its accelerators, and all others find none."""
     machine.undo()
     machine.setenv("TMPDIR", temporary.name)
+    machine.setattr(tempfile, "tempdir", temporary.name)  # mp.spawn leaves a file if a rank raises
     machine.setenv("OMP_WAIT_POLICY", "passive")  # waiting threads would take other tests' cores
     if item.get_closest_marker("gpu"):
         return
