@@ -142,7 +142,9 @@ def main(args):
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     optimizer = torch.optim.SGD(model.parameters(), args.lr, args.momentum)  # your optimizer
     parts = {"model": model, "optimizer": optimizer}  # what a snapshot holds
-    first_epoch, samples_seen = load_snapshot(args, parts) if args.resume else (0, 0)
+    first_epoch, samples_seen = 0, 0
+    if args.resume:
+        first_epoch, samples_seen = load_snapshot(args, parts)
     for group in optimizer.param_groups:  # your schedule
         group["initial_lr"] = group["lr"]  # what lr_factor multiplies
     own = {"train_size": len(train_set), "val_size": len(val_set), "snapshot's epoch": first_epoch}
