@@ -20,6 +20,7 @@ from helpers.ranks import start_server
 from common.data import make_digits
 
 temporary = tempfile.TemporaryDirectory(prefix="ladder-")  # for what torch and killed jobs leave
+os.chmod(temporary.name, 0o755)  # munged wants its socket where any user can reach it
 multiprocessing.util.get_temp_dir()  # its own, which it removes after the one above is gone
 torch.set_num_threads(1)  # tests run side by side
 signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs of `pytest &` would ignore it
