@@ -18,6 +18,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "tests" / "site"
 SCRIPTS = ("single_gpu.py", "data_parallel.py", "ddp_spawn.py", "ddp_torchrun.py", "multinode.py")
+# test_sameness.py compares the other two with these, to the letter.
+every_form = pytest.mark.parametrize("script", (SCRIPTS[0], SCRIPTS[2], SCRIPTS[3]))
 every_script = pytest.mark.parametrize("script", SCRIPTS)
 every_ddp_script = pytest.mark.parametrize("script", SCRIPTS[2:])
 
