@@ -1,20 +1,13 @@
-"""Runs anywhere: a process's device, backend and threads, and where the ranks meet.
+"""Runs anywhere: a process's device, backend and threads.
 
 The devices are pretended; test_gpu.py is for real ones. Real nodes: test_multinode.py.
 """
 
 import os
-import runpy
-import signal
-import tempfile
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
-from helpers.files import load
-from helpers.jobs import ROOT, SCRIPTS, every_ddp_script, every_script, set_up
+from helpers.jobs import SCRIPTS, every_ddp_script, every_script, set_up
 
 SINGLE, PARALLEL, SPAWN, TORCHRUN, NODES = SCRIPTS
 TWO = ("--nproc-per-node", 2)  # the processes of a node, of whose ranks this one is the second
@@ -122,22 +115,3 @@ def test_a_process_for_each_device_and_no_more(parse, refuse, pretend, monkeypat
         options += ("--rank", 0, "--world-size", 8)
     line = "4 processes need as many devices, and there are 3"
     assert refuse(script, *options) == line
-
-
-def test_the_ranks_meet_at_a_file(command_line, monkeypatch, fashion, tmp_path):
-    """Whatever its folder is called. The whole script runs here, as if mp.spawn started rank 0."""
-    folder = tmp_path / "own temporary ö folder"
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    stores = []
-
-    def spawn(main: Callable, args: tuple, nprocs: int) -> None:
-        stores.append(Path(args[0].init_method.removeprefix("file://")))
-        assert stores[0].parent.parent == folder and stores[0].parent.exists()
-        main(0, *args)
-
-    monkeypatch.setattr(mp, "spawn", spawn)
-    command_line(SPAWN, 1, *fashion(16, 4), "--nproc-per-node", 1)
-    runpy.run_path(str(ROOT / SPAWN), run_name="__main__")
-    assert load(Path("checkpoint.pt"))["epoch"] == 1 and not stores[0].parent.exists()

@@ -20,11 +20,10 @@ MUTANTS = {
     "test_same_job.py::test_the_same_steps": [
         (SPAWN, SHARD, "DistributedSampler(train_set)"),
         (SPAWN, "range(rank, len(val_set), world_size)", "range(len(val_set))"),
-        (SPAWN, "dist.all_reduce(sums)", "pass"),
         (TORCHRUN, "len(targets) / step_samples", "1 / args.accumulate"),
     ],
     "test_same_job.py::test_no_sample_is_lost_where_the_processes_do_not_divide_the_data": [
-        (NODES, SHARD, SHARD.replace(")", ", drop_last=True)")),
+        (SPAWN, SHARD, SHARD.replace(")", ", drop_last=True)")),
     ],
     "test_steps.py::test_evaluation_is_with_the_buffers_of_rank_0_and_not_through_ddp": [
         (TORCHRUN, "evaluate(model.module,", "evaluate(model,"),
@@ -42,7 +41,6 @@ MUTANTS = {
     "test_seed.py::test_each_epoch_has_its_order_and_its_random_numbers": [
         (SINGLE, "set_seed(args.seed, 0, epoch)", "pass"),
         (SPAWN, "sampler.set_epoch(epoch)", "sampler.set_epoch(0)"),
-        (TORCHRUN, "            set_seed(args.seed, rank, epoch, samples_seen)\n", ""),
     ],
     "test_output.py::test_a_step_of_ddp_torchrun_shows_the_loss_of_all_ranks": [
         (TORCHRUN, "            dist.all_reduce(loss)  #", "            #"),
@@ -54,46 +52,34 @@ MUTANTS = {
         (SPAWN, "if rank == 0 and not args.resume and", "if not args.resume and"),
     ],
     "test_snapshots.py::test_weights_that_are_nan_or_infinite_are_not_saved": [
-        (NODES, "weight.isfinite()", "~weight.isnan()"),
-        (SINGLE, 'parts["model"].parameters()):', 'parts["model"].state_dict().values()):'),
+        (SPAWN, "weight.isfinite()", "~weight.isnan()"),
     ],
     "test_snapshots.py::test_snapshots_within_an_epoch": [
-        (
-            TORCHRUN,
-            "save_snapshot(args, parts, epoch + finished,",
-            "save_snapshot(args, parts, epoch,",
-        ),
+        (TORCHRUN, "args, parts, epoch + finished,", "args, parts, epoch,"),
     ],
-    "test_snapshots.py::test_what_is_saved_is_what_is_loaded": [
-        (NODES, 'parts = {"model": model,', 'parts = {"model": DDP(model),'),
+    "test_snapshots.py::test_what_a_snapshot_holds": [
+        (SPAWN, 'parts = {"model": model,', 'parts = {"model": DDP(model),'),
     ],
     "test_snapshots.py::test_rank_0_alone_writes_and_ddp_ends_before_its_group": [
         (NODES, "    if dist.get_rank() > 0:  # all", "    if False:  # all"),
     ],
     "test_resume.py::test_one_process_with_any_optimizer": [
-        (PARALLEL, '        group["lr"] = rate\n', "        pass\n"),
+        (SINGLE, '        group["lr"] = rate\n', "        pass\n"),
     ],
     "test_resume.py::test_an_epoch_goes_on_in_the_middle": [
         (TORCHRUN, "epoch * steps + done // samples_per_step", "epoch * steps"),
     ],
-    "test_resume.py::test_a_schedule_is_a_function_of_the_step_also_in_a_resumed_run": [
-        (
-            TORCHRUN,
-            '        group["initial_lr"] = group["lr"]',
-            '        group["initial_lr"] = 0.1',
-        ),
-    ],
-    f"{ENDS}[launch3-SIGTERM]": [
+    f"{ENDS}[launch1-SIGTERM]": [
         (SPAWN, "signal.signal(signal.SIGTERM, signal.default_int_handler)", "pass"),
         (DATA, "def make_digits(", "def make_digits("),  # no mutant: the test must pass
     ],
     "test_stopping.py::test_a_worker_that_hands_over_a_batch_ends_with_its_rank": [
         ("common/loader.py", ', "worker_init_fn": _end_with_the_rank', ""),
     ],
-    "test_stopping.py::test_what_is_registered_for_the_end_is_run[launch0-3]": [
+    "test_stopping.py::test_what_is_registered_for_the_end_is_run[launch0]": [
         (SPAWN, "import torch.distributed.nn  #", "#"),
     ],
-    "test_stopping.py::test_a_stop_or_a_death_while_another_rank_hangs": [
+    "test_stopping.py::test_a_stop_while_another_rank_hangs": [
         (SPAWN, "process.kill()", "process.join()"),
     ],
     "test_torchrun.py::test_what_one_rank_refuses_all_refuse": [
@@ -101,9 +87,6 @@ MUTANTS = {
     ],
     "test_errors.py::test_a_node_with_another_option_data_set_or_snapshot": [
         (TORCHRUN, "other[name] != ranks[0][name]", "False"),
-        (TORCHRUN, '"train_size": len(train_set), ', ""),
-    ],
-    "test_multinode.py::test_a_node_with_the_snapshot_of_another_run_ends_all": [
         (NODES, "    if args.resume:  # from", "    if False:  # from"),
     ],
 }
@@ -136,7 +119,7 @@ sys.exit(pytest.main(["-n", "0", "-x", "-q", "-m", "", "-k", {names!r}, {test!r}
 """
 
 
-@pytest.mark.slow("half a hundred runs of pytest")
+@pytest.mark.slow("thirty runs of pytest")
 @pytest.mark.parametrize(("test", "file", "piece", "other"), ALL)
 def test_a_broken_script_is_noticed(tmp_path, test, file, piece, other):
     ignored = shutil.ignore_patterns(".*", "__pycache__", "data", "*.svg", "*.json", "*.pt")

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.files import load
-from helpers.jobs import SCRIPTS, epochs, every_ddp_script, every_script, losses
+from helpers.jobs import SCRIPTS, epochs, every_form, losses
 from helpers.ranks import train
 
 from common.data import make_digits
@@ -19,15 +19,11 @@ DDP = SCRIPTS[2:]
 MLP = ("--model", "mlp")
 
 
-@every_script
+@every_form
 def test_the_rate_is_that_of_training(do, monkeypatch, script):
     """40 samples in five steps of 2 s, the device's rest of 2 s, and 100 s of evaluation, which do
-    not count. In the epoch that ddp_torchrun.py resumes, 16 are done."""
-    module, seconds, options = do.module(script), [0], (*MLP, "--batch-size", 8)
-    if script == "ddp_torchrun.py":
-        do(script, 1, *options)
-        torch.save({**load(Path("checkpoint.pt")), "samples_seen": 16}, "checkpoint.pt")
-        options += ("--resume",)
+    not count."""
+    module, seconds = do.module(script), [0]
     train_epoch, evaluate = module.train_epoch, module.evaluate
 
     def slow_epoch(*given: object) -> SimpleNamespace:
@@ -39,11 +35,11 @@ def test_the_rate_is_that_of_training(do, monkeypatch, script):
     monkeypatch.setattr(dist, "all_reduce", lambda _: None)
     monkeypatch.setattr(module, "train_epoch", slow_epoch)
     monkeypatch.setattr(module, "evaluate", lambda *given: seconds.append(100) or evaluate(*given))
-    rates = [line["rate"] for line in epochs(do(script, 3, *options).text)]
-    assert rates == ([3, 3] if script == "ddp_torchrun.py" else [3, 3, 3])  # 24 / 8, and 40 / 12
+    text = do(script, 2, *MLP, "--batch-size", 8).text
+    assert [line["rate"] for line in epochs(text)] == [3, 3]  # 40 / 12
 
 
-@every_script
+@every_form
 def test_the_lines_of_steps_and_the_sums_of_an_epoch(do, script):
     """A learning rate of 0 leaves the weights as they are, so all can be computed afterwards."""
     job = do(script, 1, *MLP, "--batch-size", 16, "--log-interval", 1, "--lr", 0)
@@ -70,15 +66,7 @@ def test_a_step_of_ddp_torchrun_shows_the_loss_of_all_ranks(tmp_path, fashion):
     assert len(found) == 8 and found == pytest.approx(expected, abs=2e-4)
 
 
-@every_ddp_script
-def test_rank_0_speaks_for_all(do, monkeypatch, capsys, script):
-    monkeypatch.setattr(dist, "get_rank", lambda: 1)
-    do.module(script).log("said once")
-    do.module(script).log("said by each", every_rank=True)
-    assert capsys.readouterr().out == "said by each\n"
-
-
-@every_script
+@every_form
 def test_without_a_validation_set_it_trains_and_saves(do, monkeypatch, script):
     module = do.module(script)
     monkeypatch.setattr(module, "load_dataset", lambda *_: (make_digits(40, 0), []))
@@ -86,17 +74,3 @@ def test_without_a_validation_set_it_trains_and_saves(do, monkeypatch, script):
     first, second = re.findall(r"^Epoch . \| Train loss: (\S+) \| \d+ samples/s$", text, re.M)
     assert float(second) < float(first)
     assert load(Path("checkpoint.pt"))["epoch"] == 2
-
-
-@every_script
-def test_an_epochs_first_line_names_the_device_and_the_rank(do, monkeypatch, script):
-    """And rank 0 alone has a progress bar: None is tqdm's own choice, on a terminal only."""
-    job = do(script, 1, *MLP, "--batch-size", 8)
-    assert "[CPU0] Epoch 0 | Batchsize: 8 | Steps: 5\n" in job.text
-    bars = []
-    monkeypatch.setattr(job.module, "tqdm", lambda _, leave, disable: bars.append(disable) or [])
-    for rank in (0, 1) if script in DDP else (0,):
-        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
-        monkeypatch.setattr(dist, "get_world_size", lambda: 1)
-        job.module.train_epoch(*job.passes[0])
-    assert bars == ([None, True] if script in DDP else [None])

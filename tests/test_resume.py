@@ -1,17 +1,15 @@
 """A resumed run ends as one that never stopped, whichever rung and however many processes go on."""
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
 import torch
-from helpers.files import difference, load, same_bytes
-from helpers.jobs import TORCHRUN, epochs, every_ddp_script, every_script
+from helpers.files import difference, load, patched, same_bytes
+from helpers.jobs import ROOT, epochs, every_form
 from helpers.ranks import train
 
 
-@every_script
+@every_form
 def test_one_process_with_any_optimizer(do, monkeypatch, script):
     """With dropout, whose masks are the same only if they are seeded as before, and with a learning
     rate for each of two groups. The rates are this run's, because they may change."""
@@ -65,7 +63,7 @@ def test_an_epoch_goes_on_in_the_middle(do, monkeypatch):
     assert same_bytes(load(Path("checkpoint.pt")), load(Path("whole.pt")))
 
 
-@every_ddp_script
+@pytest.mark.parametrize("script", ["ddp_spawn.py", "ddp_torchrun.py"])
 def test_two_processes_end_with_the_same_bytes(tmp_path, fashion, script):
     """With three or more the order of summation matters, and DDP changes it after a step."""
     options = (*fashion(100, 10), "--model", "convnet", "--batch-size", 8)
@@ -76,7 +74,6 @@ def test_two_processes_end_with_the_same_bytes(tmp_path, fashion, script):
     parts = [{**line, "rate": 0} for line in first + epochs(text)]
     assert len(parts) == 3 and parts == [{**line, "rate": 0} for line in whole]
     assert same_bytes(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt"))
-    assert not epochs(train(tmp_path, script, 2, 3, *options, "--resume"))  # nothing is left to do
 
 
 def test_any_rung_goes_on_from_any_other_at_any_world_size(tmp_path, fashion):
@@ -99,16 +96,19 @@ def test_any_rung_goes_on_from_any_other_at_any_world_size(tmp_path, fashion):
     assert difference(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt")) < 1e-12
 
 
-@every_script
-def test_a_snapshot_fits_whatever_schedule_it_was_made_with(do, script):
-    do("ddp_torchrun.py", 1, "--model", "mlp", "--cosine", "--warm-up", 1, "--batch-size", 8)
+@pytest.mark.parametrize(
+    ("script", "schedule"),
+    [("single_gpu.py", ()), ("ddp_torchrun.py", ("--cosine", "--warm-up", 1))],
+)
+def test_a_snapshot_fits_whatever_schedule_it_was_made_with(do, script, schedule):
+    options = ("--model", "mlp", "--batch-size", 8)
+    do("ddp_torchrun.py", 1, *options, "--cosine", "--warm-up", 1)
     ended = load(Path("checkpoint.pt"))["optimizer"]["param_groups"][0]["lr"]
     assert 0 < ended < 0.002  # of 0.01, at the last step
-    schedule = ("--cosine", "--warm-up", 1) if script == "ddp_torchrun.py" else ()
-    do(script, 2, "--model", "mlp", "--batch-size", 8, "--momentum", 0.9, *schedule, "--resume")
-    if not schedule:
+    do(script, 2, *options, *schedule, "--resume")
+    if script == "single_gpu.py":
         assert load(Path("checkpoint.pt"))["optimizer"]["param_groups"][0]["lr"] == 0.01
-        do("ddp_torchrun.py", 3, "--model", "mlp", "--cosine", "--resume")  # and back again
+        do("ddp_torchrun.py", 3, *options, "--cosine", "--resume")  # and back again
 
 
 def test_a_schedule_is_a_function_of_the_step_also_in_a_resumed_run(do, monkeypatch):
@@ -134,24 +134,21 @@ def test_a_schedule_is_a_function_of_the_step_also_in_a_resumed_run(do, monkeypa
     assert rates == pytest.approx(expected)
 
 
-def test_a_stop_in_mid_epoch_goes_on_at_any_world_size(start, tmp_path, fashion):
+STOP = """@@ after its first save in mid-epoch, each rank ends
+             log(f"Epoch {epoch} | Step {step} | Saved at {args.snapshot_path}")
++            os._exit(0)
+"""
+
+
+def test_a_stop_in_mid_epoch_goes_on_at_any_world_size(tmp_path, fashion):
     """A sample that is trained twice, or never, would show. Numbers of samples that the processes
     do not divide: test_steps.py."""
-    data, seen = (1, *fashion(480, 10), "--save-steps", 3), [0]
-
-    def leg(processes: int, *options: object, stop: bool = False) -> None:
-        env = {"LADDER_SLOW": 0, "LADDER_DTYPE": "float64"}
-        job = start(TORCHRUN.format(processes), *data, *options, "--resume", **env)
-        if stop:
-            job.wait_for(r"Step \d+ \| Saved")
-            os.kill(job.process.pid, signal.SIGTERM)
-        job.finish(None if stop else 0)  # torchrun itself may abort on a busy machine
-        seen.append(load(tmp_path / "checkpoint.pt")["samples_seen"])
-
-    leg(3, "--batch-size", 2, "--accumulate", 2, stop=True)
-    leg(1, "--batch-size", 12, stop=True)
-    leg(2, "--batch-size", 6)
-    assert 0 < seen[1] < seen[2] < 480 and seen[3] == 0
-    options = (*data[:-2], "--batch-size", 12, "--snapshot-path", "whole.pt")
+    script, data = tmp_path / "ddp_torchrun.py", (1, *fashion(120, 10))
+    script.write_text(patched((ROOT / "ddp_torchrun.py").read_text(), STOP))
+    options = (*data, "--resume", "--save-steps", 3, "--batch-size")
+    for processes, batch, seen in ((3, 4, 36), (1, 12, 72), (2, 6, 108), (4, 3, 0)):
+        train(tmp_path, script, processes, *options, batch, dtype="float64")
+        assert load(tmp_path / "checkpoint.pt")["samples_seen"] == seen
+    options = (*data, "--batch-size", 12, "--snapshot-path", "whole.pt")
     train(tmp_path, "single_gpu.py", 1, *options, dtype="float64")
     assert difference(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt")) < 1e-12

@@ -1,14 +1,11 @@
 """Randomness needs no state: what is drawn is a function of seed, rank, epoch and sample."""
 
 import random
-import re
-from argparse import Namespace
 from collections import UserList
 
 import numpy as np
-import pytest
 import torch
-from helpers.jobs import ROOT, SCRIPTS, every_script
+from helpers.jobs import every_form
 from helpers.ranks import start_server
 from torch.utils.data import DataLoader, random_split
 
@@ -42,7 +39,7 @@ def test_all_devices_are_seeded_too(monkeypatch):
     assert seeds[0] == seeds[2] != seeds[1]
 
 
-@every_script
+@every_form
 def test_each_epoch_has_its_order_and_its_random_numbers(do, monkeypatch, script):
     """And begins with the split and the weights of --seed. The rest of an epoch that
     ddp_torchrun.py resumes has the order of the whole one."""
@@ -68,7 +65,7 @@ def test_each_epoch_has_its_order_and_its_random_numbers(do, monkeypatch, script
         assert seeds[-2:] == [(70, 0, 1), (70, 0, 1, 16)]  # other dropout than at the start
 
 
-@every_script
+@every_form
 def test_a_random_split_is_the_same_on_all_ranks_and_after_a_resume(do, monkeypatch, script):
     """And another with another seed, whatever has been drawn before."""
     data, splits = make_digits(40, 0), []
@@ -93,14 +90,12 @@ class Noise(UserList):
         return torch.rand(()), 0
 
 
-@pytest.mark.parametrize("script", SCRIPTS[2:4])
-def test_each_ranks_loader_workers_draw_numbers_of_their_own(script):
+def test_each_ranks_loader_workers_draw_numbers_of_their_own():
     """At the starts of these ranks in these epochs, the last one as in a resumed run."""
     start_server()
-    line = re.search(r"set_seed\((args.seed, rank, epoch)\)", (ROOT / script).read_text())[1]
     drawn = []
     for rank, epoch in ((0, 0), (1, 0), (1, 1)):
-        set_seed(*eval(line, {"args": Namespace(seed=7), "rank": rank, "epoch": epoch}))
+        set_seed(7, rank, epoch)
         options = loader_options("cpu", 1) | {"multiprocessing_context": "forkserver"}  # quicker
         for inputs, _ in DataLoader(Noise(range(40)), 20, **options):
             drawn += inputs.tolist()

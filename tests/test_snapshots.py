@@ -4,50 +4,33 @@ Nearly all in the tests' process. What a resumed run ends with: test_resume.py.
 """
 
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
-from pickle import UnpicklingError
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.files import load, same_bytes
-from helpers.jobs import ROOT, SCRIPTS, every_ddp_script, every_script
+from helpers.files import load
+from helpers.jobs import ROOT, SCRIPTS, every_ddp_script, every_form
 from helpers.ranks import train
 from torch.multiprocessing import ProcessExitedException
 
-DDP = SCRIPTS[2:]
+SINGLE, TORCHRUN = SCRIPTS[0], SCRIPTS[3]
 MLP = ("--model", "mlp")
 NOT_FINITE = "weights are NaN or infinite, so they are not saved: try a lower --lr"
 
 
-@every_script
-def test_what_is_saved_is_what_is_loaded(do, monkeypatch, script):
-    options = (script, *MLP, "--snapshot-path", "own.pt", "--resume")
-    first = do(*options)
-    assert "No snapshot at own.pt, starting from the beginning\n" in first.text
-    before, module = load(Path("own.pt")), first.module
-    assert {*before["model"]} == {*first.model.state_dict()}  # no prefix
-    assert before["args"]["batch_size"] == "32"  # of any type, so all are strings
-    holds = {"model", "optimizer", "epoch", "args"}
-    assert before.keys() - {"samples_seen"} == holds
-    load_snapshot = module.load_snapshot
-
-    def load_and_save(args: object, parts: dict) -> object:
-        found = load_snapshot(args, parts)
-        module.save_snapshot(args, parts, *(found if isinstance(found, tuple) else (found,)))
-        return found
-
-    monkeypatch.setattr(module, "load_snapshot", load_and_save)
-    torch.save({**before, "epoch": 5}, "own.pt")
-    second = do(*options)
-    assert "Resuming training from snapshot at Epoch 5\n" in second.text
-    after = load(Path("own.pt"))
-    assert same_bytes(before, after) and after["epoch"] == 5 and not second.passes
+@every_form
+def test_what_a_snapshot_holds(do, script):
+    job = do(script, 1, *MLP, "--snapshot-path", "own.pt", "--resume")
+    assert "No snapshot at own.pt, starting from the beginning\n" in job.text
+    snapshot = load(Path("own.pt"))
+    assert {*snapshot["model"]} == {*job.model.state_dict()}  # no prefix
+    assert snapshot["args"]["batch_size"] == "32"  # of any type, so all are strings
+    assert snapshot.keys() - {"samples_seen"} == {"model", "optimizer", "epoch", "args"}
 
 
-@every_script
+@every_form
 def test_a_snapshot_is_written_whole_or_not_at_all(do, monkeypatch, script):
     """Killed while it writes, or with a full disk, a script leaves the snapshot before."""
     save, replace, found = torch.save, os.replace, []
@@ -69,7 +52,7 @@ def test_a_snapshot_is_written_whole_or_not_at_all(do, monkeypatch, script):
     assert found == [[1], [1, 2]] and load(Path("checkpoint.pt"))["epoch"] == 2
 
 
-@every_script
+@every_form
 def test_a_new_run_keeps_the_snapshot_of_an_earlier_one(do, monkeypatch, script):
     """Rank 0 renames it. A run that is resumed leaves it."""
     options = (script, 1, *MLP, "--snapshot-path", "own.pt")
@@ -77,7 +60,7 @@ def test_a_new_run_keeps_the_snapshot_of_an_earlier_one(do, monkeypatch, script)
     do(*options)
     saved = own.read_bytes()
     assert line not in do(*options, "--resume").text and not old.exists()
-    if script in DDP:
+    if script != SINGLE:
         module = do.module(script)
         with monkeypatch.context() as patch:  # rank 1 of two, until DDP is made
             patch.setattr(dist, "get_rank", lambda *_: 1)
@@ -88,7 +71,7 @@ def test_a_new_run_keeps_the_snapshot_of_an_earlier_one(do, monkeypatch, script)
             main = getattr(module.main, "__wrapped__", module.main)
             do.last.args.resume = False
             with pytest.raises(ZeroDivisionError):
-                main(*([] if script == "ddp_torchrun.py" else [1]), do.last.args)
+                main(*([] if script == TORCHRUN else [1]), do.last.args)
         assert own.read_bytes() == saved and not old.exists()
     assert line in do(*options).text and old.read_bytes() == saved
 
@@ -103,31 +86,26 @@ def refused(call: Callable, *given: object) -> str:
     return caught.value.code.removeprefix("error: ")
 
 
-@every_script
+@every_form
 def test_weights_that_are_nan_or_infinite_are_not_saved(do, monkeypatch, script):
-    """All ranks look, also one that writes nothing, also without a validation set, and none looks
-    at buffers."""
+    """The weights are looked at, because there may be no validation set. A buffer may be infinite,
+    as a mask is."""
     module = do(script, 1, *MLP).module
-    train_epoch = module.train_epoch
-    for rank in (0, 1) if script in DDP else (0,):
-        for bad in (torch.inf, torch.nan):
-
-            def spoil(model: torch.nn.Module, *given: object, bad=bad, rank=rank) -> torch.Tensor:
-                sums = train_epoch(model, *given)
-                [*model.parameters()][-1].data[-1] = bad
-                patch.setattr(dist, "get_rank", lambda: rank)
-                return sums
-
-            with monkeypatch.context() as patch:
-                patch.setattr(module, "train_epoch", spoil)
-                assert refused(do, script, 2, *MLP, "--resume") == NOT_FINITE
-    build_model = module.build_model
+    build_model, train_epoch = module.build_model, module.train_epoch
 
     def masked(*given: object) -> torch.nn.Module:
         model = build_model(*given)
         model.register_buffer("mask", torch.tensor(-torch.inf))
         return model
 
+    def spoil(model: torch.nn.Module, *given: object) -> torch.Tensor:
+        sums = train_epoch(model, *given)
+        [*model.parameters()][-1].data[-1] = torch.inf
+        return sums
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "train_epoch", spoil)
+        assert refused(do, script, 2, *MLP, "--resume") == NOT_FINITE
     monkeypatch.setattr(module, "build_model", masked)
     do(script, 1, *MLP)
     assert load(Path("checkpoint.pt"))["model"]["mask"] == -torch.inf
@@ -145,15 +123,7 @@ def test_one_bad_batch_ends_all_ranks(tmp_path, fashion):
     assert load(tmp_path / "checkpoint.pt")["epoch"] == 1
 
 
-@every_script
-def test_saved_every_nth_epoch_and_after_the_last(do, script):
-    text = do(script, 5, 2, *MLP).text
-    found = r"^Epoch (\d) \| Training checkpoint saved at checkpoint.pt$"
-    assert re.findall(found, text, re.M) == ["1", "3", "4"]
-    assert load(Path("checkpoint.pt"))["epoch"] == 5
-
-
-@every_script
+@every_form
 def test_saved_before_evaluation_because_that_may_fail(do, monkeypatch, script):
     monkeypatch.setattr(do.module(script), "evaluate", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -161,61 +131,35 @@ def test_saved_before_evaluation_because_that_may_fail(do, monkeypatch, script):
     assert load(Path("checkpoint.pt"))["epoch"] == 1
 
 
-@every_script
+@pytest.mark.parametrize("script", (SINGLE, TORCHRUN))
 def test_a_run_with_another_setting_is_refused(do, script):
-    settings = [
-        ("model", "mlp", "convnet"),
-        ("momentum", 0.5, 0.25),
-        ("seed", 7, 8),
-        ("dataset", "mnist", "fashion-mnist"),
-    ]
-    if script == "ddp_torchrun.py":
-        settings.append(("warm_up", 1, 2))
-    for name, then, now in settings:
-        options = (1, *MLP, f"--{name}".replace("_", "-"))
-        do(script, *options, then)
+    settings = {"model": ("mlp", "convnet"), "momentum": (0.5, 0.25), "seed": (7, 8)}
+    settings["dataset"] = ("mnist", "fashion-mnist")
+    if script == TORCHRUN:
+        settings["warm_up"] = (1, 2)
+    for name, (then, now) in settings.items():
+        options = (script, 1, *MLP, f"--{name}".replace("_", "-"))
+        do(*options, then)
         line = f"checkpoint.pt was made with {name} {then}, not {now}"
-        assert refused(do, script, *options, now, "--resume") == line
-    if script == "ddp_torchrun.py":
+        assert refused(do, *options, now, "--resume") == line
+    if script == TORCHRUN:
         do(script, 1, *MLP, "--cosine")
         line = "checkpoint.pt was made with cosine True, not False"
         assert refused(do, script, 1, *MLP, "--resume") == line
 
 
-@every_script
-def test_a_snapshot_within_an_epoch_is_for_ddp_torchrun_alone(do, script):
-    do("ddp_torchrun.py", 1, *MLP)
+def test_a_snapshot_within_an_epoch_is_for_ddp_torchrun_alone(do):
+    do(TORCHRUN, 1, *MLP)
     torch.save({**load(Path("checkpoint.pt")), "samples_seen": 32, "epoch": 0}, "checkpoint.pt")
-    if script != "ddp_torchrun.py":
-        line = "checkpoint.pt was saved within an epoch: resume it with ddp_torchrun.py"
-        assert refused(do, script, 1, *MLP, "--resume") == line
-    else:
-        assert do(script, 1, *MLP, "--resume").passes[0][-1] == 32
-
-
-class Harmful:
-    def __reduce__(self) -> tuple:
-        return os.mkdir, ("harm",)
-
-
-@every_script
-def test_what_is_not_a_snapshot_ends_the_run_and_runs_nothing(do, script):
-    """The error is torch's own."""
-    do(script, 1, *MLP)
-    torch.save(Harmful(), "harmful.pt")
-    Path("torn.pt").write_bytes(Path("checkpoint.pt").read_bytes()[:-100])
-    for name, said in (("harmful.pt", "Weights only load failed"), ("torn.pt", "zip archive")):
-        before = Path(name).read_bytes()
-        with pytest.raises((RuntimeError, UnpicklingError), match=said):
-            do(script, *MLP, "--snapshot-path", name, "--resume")
-        assert Path(name).read_bytes() == before
-    assert not Path("harm").exists()
+    line = "checkpoint.pt was saved within an epoch: resume it with ddp_torchrun.py"
+    assert refused(do, SINGLE, 1, *MLP, "--resume") == line
+    assert do(TORCHRUN, 1, *MLP, "--resume").passes[0][-1] == 32
 
 
 @pytest.mark.parametrize("options", [("--batch-size", 8), ("--batch-size", 4, "--accumulate", 2)])
 def test_snapshots_within_an_epoch(do, monkeypatch, options):
     """After every second of the run's 15 steps. At an epoch's end, it is that of an epoch's end."""
-    module, saved = do.module("ddp_torchrun.py"), []
+    module, saved = do.module(TORCHRUN), []
     save = module.save_snapshot
 
     def save_snapshot(*given: object) -> None:
@@ -224,12 +168,8 @@ def test_snapshots_within_an_epoch(do, monkeypatch, options):
         saved.append((snapshot["epoch"], snapshot["samples_seen"]))
 
     monkeypatch.setattr(module, "save_snapshot", save_snapshot)
-    text = do("ddp_torchrun.py", 3, 3, *MLP, "--save-steps", 2, *options).text
-    steps = [(0, 16), (0, 32), (1, 8), (1, 24), (2, 0), (2, 16), (2, 32)]
-    assert saved == [*steps, (3, 0)]
-    lines = re.findall(r"^Epoch (\d) \| Step (\d+) \| Saved at checkpoint.pt$", text, re.M)
-    assert [int(step) for _, step in lines] == [2, 4, 6, 8, 10, 12, 14]
-    assert [int(epoch) for epoch, _ in lines] == [0, 0, 1, 1, 1, 2, 2]
+    do(TORCHRUN, 3, 3, *MLP, "--save-steps", 2, *options)
+    assert saved == [(0, 16), (0, 32), (1, 8), (1, 24), (2, 0), (2, 16), (2, 32), (3, 0)]
 
 
 @every_ddp_script

@@ -5,39 +5,38 @@ from itertools import chain
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.jobs import SCRIPTS, every_ddp_script, every_script
+from helpers.jobs import every_ddp_script, every_form
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
 from common.data import make_digits
 from common.loader import loader_options
 
 pytestmark = pytest.mark.numbers
 
-DDP = SCRIPTS[2:]
 TORCHRUN = "ddp_torchrun.py"
 MLP = ("--model", "mlp")
 
 
-@every_script
+@every_form
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument")  # there is no accelerator
-@pytest.mark.parametrize("type", ["cuda", "xpu", "mps", "cpu"])
+@pytest.mark.parametrize("type", ["cuda", "mps"])
 def test_copies_are_waited_for_unless_memory_is_pinned(do, monkeypatch, script, type):
     """From memory that is not pinned, MPS would copy garbage (pytorch#139550)."""
     seen, to = set(), torch.Tensor.to
-    options = lambda _, workers: loader_options(type, workers)  # noqa: E731
 
     def traced(tensor: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         seen.add(kwargs.get("non_blocking"))
         return to(tensor, *args, **kwargs)
 
-    monkeypatch.setattr(do.module(script), "loader_options", options)
+    options = loader_options(type, 0)
+    monkeypatch.setattr(do.module(script), "loader_options", lambda *_: options)
     monkeypatch.setattr(torch.Tensor, "to", traced)
     do(script, 1, *MLP)
-    assert seen - {None} == {type in ("cuda", "xpu")}
+    assert seen - {None} == {type == "cuda"}
 
 
-@every_script
+@every_form
 def test_evaluation_has_a_mode_of_its_own_and_leaves_the_model_in_training_mode(
     do, monkeypatch, script
 ):
@@ -78,10 +77,9 @@ def test_evaluation_is_with_the_buffers_of_rank_0_and_not_through_ddp(do, monkey
     assert seen == [("MLP", [7, 7])]
 
 
-@every_ddp_script
-def test_gradients_are_sent_once_a_step(do, monkeypatch, script):
+def test_gradients_are_sent_once_a_step(do, monkeypatch):
     """Also after micro-batches of 4, 4 and 4 samples, and of 4 at the end."""
-    module, sent, steps, step = do.module(script), [], [], torch.optim.SGD.step
+    module, sent, steps, step = do.module(TORCHRUN), [], [], torch.optim.SGD.step
 
     def wrap(model: torch.nn.Module, **named: object) -> torch.nn.Module:
         model = torch.nn.parallel.DistributedDataParallel(model, **named)
@@ -96,49 +94,40 @@ def test_gradients_are_sent_once_a_step(do, monkeypatch, script):
 
     monkeypatch.setattr(module, "DDP", wrap)
     monkeypatch.setattr(torch.optim.SGD, "step", stepping)
-    options = ("--batch-size", 4, "--accumulate", 3) if script == TORCHRUN else ("--batch-size", 12)
-    do(script, 1, *MLP, *options)
+    do(TORCHRUN, 1, *MLP, "--batch-size", 4, "--accumulate", 3)
     assert len(steps) == 4 and all(step == [*range(len(step))] != [] for step in steps), steps
 
 
-@pytest.mark.parametrize("count", [40, 41])
 @pytest.mark.parametrize("before", [1, 2, 3, 4])
-def test_no_sample_is_lost_where_other_ranks_go_on_in_mid_epoch(do, monkeypatch, count, before):
-    """The samples before the stop are the first of the epoch's order. The other ranks begin where
-    these end, or less than one sample a rank before that."""
+def test_no_sample_is_lost_where_other_ranks_go_on_in_mid_epoch(do, monkeypatch, before):
+    """Of 41 samples, those before the stop are the first of the epoch's order. The other ranks
+    begin where these end, or less than one sample a rank before that."""
     do(TORCHRUN, 1, *MLP)
     module, args, found = do.last.module, do.last.args, []
     args.resume = True
-    for name in ("same_on_all_ranks", "save_snapshot", "log"):
-        monkeypatch.setattr(module, name, lambda *_, **__: None)
-    monkeypatch.setattr(module, "ddp_setup", lambda _: torch.device("cpu"))
-    monkeypatch.setattr(module, "load_dataset", lambda *_: (make_digits(count, 0), []))
-    monkeypatch.setattr(module, "build_model", lambda *_: torch.nn.Linear(1, 1))
-    monkeypatch.setattr(module, "DDP", lambda model, **_: model)
-    for name in ("all_reduce", "destroy_process_group"):
-        monkeypatch.setattr(dist, name, lambda *_: None)
+    shares = [DistributedSampler(range(41), before, rank, seed=args.seed) for rank in range(before)]
+    done = [*chain(*zip(*shares, strict=True))][: 5 * before]
 
-    def train_epoch(
-        model: object, loader: torch.utils.data.DataLoader, *given: object
-    ) -> torch.Tensor:
+    def train_epoch(model: object, loader: DataLoader, *given: object) -> torch.Tensor:
         found.append((given[-1], [*loader.sampler]))
         return torch.zeros(())
 
+    for name in ("same_on_all_ranks", "save_snapshot", "log"):
+        monkeypatch.setattr(module, name, lambda *_, **__: None)
+    monkeypatch.setattr(module, "ddp_setup", lambda _: torch.device("cpu"))
+    monkeypatch.setattr(module, "load_dataset", lambda *_: (make_digits(41, 0), []))
+    monkeypatch.setattr(module, "load_snapshot", lambda *_: (0, len(done)))
+    monkeypatch.setattr(module, "DDP", lambda model, **_: model)
     monkeypatch.setattr(module, "train_epoch", train_epoch)
-    for seen in (before, 5 * before, 9 * before):
-        order = [
-            [*DistributedSampler(range(count), before, rank, seed=args.seed)]
-            for rank in range(before)
-        ]
-        done = [*chain(*zip(*order, strict=True))][:seen]
-        monkeypatch.setattr(module, "load_snapshot", lambda *_, seen=seen: (0, seen))
-        for world_size in (1, 2, 3, 4):
-            monkeypatch.setattr(dist, "get_world_size", lambda *_, size=world_size: size)
-            found.clear()
-            for rank in range(world_size):
-                monkeypatch.setattr(dist, "get_rank", lambda *_, rank=rank: rank)
-                module.main.__wrapped__(args)
-            rest = [*chain(*(part for _, part in found))]
-            assert {*done, *rest} == {*range(count)}
-            assert {before for before, _ in found} == {seen // world_size}
-            assert len(done) + len(rest) < count + 2 * world_size
+    for name in ("all_reduce", "destroy_process_group"):
+        monkeypatch.setattr(dist, name, lambda *_: None)
+    for world_size in (1, 2, 3, 4):
+        monkeypatch.setattr(dist, "get_world_size", lambda *_, size=world_size: size)
+        found.clear()
+        for rank in range(world_size):
+            monkeypatch.setattr(dist, "get_rank", lambda *_, rank=rank: rank)
+            module.main.__wrapped__(args)
+        rest = [*chain(*(part for _, part in found))]
+        assert {*done, *rest} == {*range(41)}
+        assert {before for before, _ in found} == {len(done) // world_size}
+        assert len(done) + len(rest) < 41 + 2 * world_size

@@ -41,11 +41,6 @@ def test_a_copy_of_a_script_and_common_learns_and_prints(tmp_path, fashion, scri
     one, two = epochs(text)
     assert one["train_loss"] > two["train_loss"] > 0 and two["val_loss"] < one["val_loss"]
     assert two["accuracy"] == two["correct"] * 2 > 50 and two["total"] == 50 and two["rate"] > 0
-    if script == "ddp_spawn.py":  # README shows what this prints
-        shown = re.search(r"```text\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
-        shown = {line for line in shown.splitlines() if "| Step " not in line}
-        shown, printed = ({re.sub(r"\d+(\.\d+)?", "N", x) for x in y} for y in (shown, lines))
-        assert len(shown) >= 4 and shown <= printed
     left = [path.name for path in elsewhere.iterdir() if not path.name.startswith("output-")]
     assert left == ["checkpoint.pt"]
 
