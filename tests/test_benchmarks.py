@@ -1,22 +1,16 @@
-"""benchmarks/: it measures, ratios are those of a round, and the page is that of its figures."""
+"""benchmarks/ and tools/gpu.py measure, and the committed page is that of the committed figures."""
 
 import json
+import re
+import shutil
 import sys
-import time
-from pathlib import Path
 
+import in_turn
 import pytest
 import report
 import run as harness
-import torch
-from helpers.jobs import ROOT, SCRIPTS
-
-THREE_EPOCHS = """\
-import time
-for n, rate in enumerate((1, 20, 30)):
-    print(f"Epoch {n} | Accuracy: {n}/100 ({n}.00%) | {rate} samples/s", flush=True)
-time.sleep(100)
-"""
+from helpers.hosts import require
+from helpers.jobs import ROOT
 
 
 @pytest.mark.slow("four contestants")
@@ -40,59 +34,15 @@ def test_a_run_measures_all_and_writes_the_page(tmp_path, monkeypatch):
     assert page == report.page(result) and "\n- ddp_torchrun.py: " in page
 
 
-def test_a_contestant_runs_until_its_time_is_up():
-    """The first epoch is warm-up; one that ends by itself has failed."""
-    start = time.monotonic()
-    record = harness.measure([sys.executable, "-S", "-c", THREE_EPOCHS], {}, 0.5)
-    assert record == {"rate": 25, "accuracy": 1} and time.monotonic() - start > 0.5
-    assert harness.measure([sys.executable, "-S", "-c", "print(1)"], {}, 0) == {"error": "1\n"}
-    hangs = "import time; print('hi', flush=True); time.sleep(99)"
-    late = harness.measure([sys.executable, "-S", "-c", hangs], {}, 0, limit=4)
-    assert late == {"error": "not done after 4 s:\nhi\n"}
-
-
-def test_rounds_alternate(monkeypatch):
-    calls = []
-    run_one = lambda _, name, n, *__, **___: calls.append(name) or {"round": n, "contestant": name}  # noqa: E731
-    monkeypatch.setattr(harness, "run_one", run_one)
-    harness.run_case(harness.Case(32, 1, ("a", "b"), rounds=3), Path(), 0)
-    assert "".join(calls) == "abbaab"
-
-
-def test_ratios_are_taken_within_a_round_and_their_median_counts():
-    rounds = [("ddp_torchrun.py", rate) for rate in (96, 48, 20, 96)]
-    rounds += [(report.TOGETHER, rate) for rate in (100, 50, 200)]
-    rows = [
-        {"case": "mlp-32-2", "contestant": name, "round": number % 4, "rate": rate}
-        for number, (name, rate) in enumerate(rounds)
-    ]
-    assert "| ddp_torchrun.py | 72 (0.96) |" in report.table({"records": rows})
-    rows = [{**row, "case": "mlp-32-2-before-x"} for row in rows]
-    line = "- ddp_torchrun.py: 0.960 ± 0.358 (0.10 to 0.96) with batches of 32"
-    assert report.changed({"records": rows}) == [line]
-
-
 def test_the_committed_page_is_that_of_the_committed_figures():
     result = json.loads(report.PAGE.with_name("results.json").read_text())
     assert report.PAGE.read_text() == report.page(result), "run `python benchmarks/report.py`"
     assert {case.key for case in harness.all_cases()} <= {r["case"] for r in result["records"]}
 
 
-# torch may abort a rank whose process group is still there at the end of Python. This always does.
-ABORT = """
-import atexit, os, pathlib, time
-def abort():
-    time.sleep(0.2)  # Linux may list a thread for a moment after it was joined
-    if "gloo" in str([task.read_text() for task in pathlib.Path("/proc/self/task").glob("*/comm")]):
-        os.abort()
-atexit.register(abort)
-"""
-
-
-@pytest.mark.slow("ranks of whole jobs")
-@pytest.mark.parametrize("program", [*SCRIPTS[2:], "docs/your_loop.py"])
-def test_how_ranks_end_is_counted(run, tmp_path, program):
-    path = tmp_path / Path(program).name
-    path.write_text(ABORT + (ROOT / program).read_text())
-    text = run("benchmarks/ends.py", path, 2)
-    assert text == f"torch {torch.__version__}, {path.name}: {{0: 4}}\n"
+@pytest.mark.slow("an epoch of each contestant, of which one is compiled")
+def test_gpu_measures_each_contestant_as_far_as_a_cpu_goes(run):
+    require(None if shutil.which("g++") else "no C++ compiler")
+    text = run("tools/gpu.py", "--rehearse", "--part", 2, "--before", ROOT)
+    for name in (in_turn.OURS, f"{in_turn.OURS} --compile", f"{in_turn.OURS} before"):
+        assert re.search(rf"^\| {re.escape(name)} \| [\d.]+ ", text, re.M), text

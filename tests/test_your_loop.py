@@ -68,36 +68,17 @@ TWO_NODES = """@@
 """
 
 
-@pytest.mark.parametrize("stale", [True, False])
-def test_a_node_whose_snapshot_is_another_or_missing_resumes_from_that_of_rank_0(
-    tmp_path, one, stale
-):
+def test_a_node_with_another_snapshot_resumes_from_that_of_rank_0(tmp_path, one):
     """Each rank has a folder of its own. The stale snapshot is of the same epoch."""
     program = patched(PROGRAMS[5], TWO_NODES)
     train(tmp_path, half(program), 2)
-    if stale:
-        snapshot = load(tmp_path / "0" / "snapshot.pt")
-        for state in snapshot["optimizer"]["state"].values():
-            state["momentum_buffer"].mul_(2)
-        torch.save(snapshot, tmp_path / "1" / "snapshot.pt")
+    snapshot = load(tmp_path / "0" / "snapshot.pt")
+    for state in snapshot["optimizer"]["state"].values():
+        state["momentum_buffer"].mul_(2)
+    torch.save(snapshot, tmp_path / "1" / "snapshot.pt")
     assert train(tmp_path, program, 2) == one[0][2:]
     for rank in "01":
         same(load(tmp_path / rank / "model.pt"), one[1])
-
-
-def test_torchrun_restarts_it_after_a_crash(run, tmp_path, one):
-    crash = """@@
-+        if epoch == 2 and rank == 0 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-+            raise ArithmeticError
-         model.train()
-"""
-    (tmp_path / "train.py").write_text(patched(PROGRAMS[5], crash))
-    launch = f"torchrun --standalone --nproc_per_node=2 --max-restarts=1 {tmp_path}/train.py"
-    env = {"LADDER_DTYPE": "float64", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": 1, "LADDER_ATEXIT": 1}
-    text = run(launch, **env)
-    assert len(re.findall("^Python ends: (?!.*gloo)", text, re.M)) == 3, text
-    assert re.findall(LINE, text) == one[0]
-    same(load(tmp_path / "snapshot.pt")["model"], one[1])
 
 
 def test_a_loss_that_is_a_sum_is_multiplied_by_the_world_size(tmp_path):
@@ -113,24 +94,8 @@ def test_a_loss_that_is_a_sum_is_multiplied_by_the_world_size(tmp_path):
 
 
 def test_a_loss_over_some_targets(tmp_path):
-    """The first change makes the data; without the other one the weights are off."""
-    data = "@@\n" + TARGETS.split("@@\n")[1]
-    train(tmp_path, patched(FIRST, data))
+    """The first change makes the data; the other one is the page's."""
+    train(tmp_path, patched(FIRST, "@@\n" + TARGETS.split("@@\n")[1]))
     expected = load(tmp_path / "model.pt")
-    train(tmp_path, patched(PROGRAMS[3], data), 2)
-    weights = load(tmp_path / "model.pt")
-    off = max((weights[name] - expected[name]).abs().max() for name in expected)
-    assert 0.02 < off < 0.04  # as the page says
     train(tmp_path, patched(PROGRAMS[5], TARGETS), 2)
     same(load(tmp_path / "snapshot.pt")["model"], expected)
-
-
-def test_the_table_says_where_ddp_torchrun_has_it():
-    script = (ROOT / "ddp_torchrun.py").read_text()
-    functions = {re.search(r"^def (\w+)", part, re.M): part for part in script.split("\n\n\n")}
-    functions = {found[1]: part for found, part in functions.items() if found}
-    rows = re.findall(r"^\| (.+) \| (.*) ?\| `(\w+)` \| `(.+)` \|$", PAGE, re.M)
-    assert len(rows) > 15
-    for adds, options, function, line in rows:
-        assert line in functions[function], adds
-        assert all(f'add("{option}"' in script for option in re.findall("`(.*?)`", options)), adds
