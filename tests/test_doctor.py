@@ -26,6 +26,8 @@ PROGRAMS = """
 ## well done: as it is
 ## well done: accumulation
 @accumulate
+## well done: ranks evaluate unequal numbers of batches
+batch_size=100 => batch_size=151
 ## well done: a random split, dropout and BatchNorm
 make_data(1000, seed=1), make_data(303, seed=2) => random_split(make_data(1303, 1), [1000, 303])
 nn.ReLU() => nn.BatchNorm1d(64), nn.Dropout(0.5)
@@ -132,7 +134,7 @@ train_loader = << some = lambda batch: default_collate([s for s in batch if s[0]
 the loss is divided by 28 on rank 0 and by 30 on rank 1
 ## skipped batch
 loss.backward() << if rank and inputs[0, 0] > 1: continue
-FOUND train.py:51: rank 1 takes no step for batch 14, but another rank does
+FOUND train.py:51: rank 1 takes no step for batch 12, but another rank does
 the ranks' last acts are: rank 0:
 ## one rank waits
 dist.all_reduce(correct) => correct if rank else dist.all_reduce(correct)
@@ -140,6 +142,11 @@ the ranks' last acts are: rank 0: all_reduce of [] at train.py:57 after 8 steps;
 ## a rank sleeps
 optimizer.step() << __import__("time").sleep(rank * epoch * 999)
 FOUND train.py:49: no rank goes on: rank 0 stands at train.py:49 loss.backward() <
+## evaluation through DDP
+nn.ReLU() => nn.BatchNorm1d(64)
+batch_size=100 => batch_size=151
+model.module(inputs) => model(inputs)
+FOUND train.py:30: the ranks evaluate [2, 1] batches, and communicate in each
 ## an error
 optimizer.step() << assert epoch < 1 or rank == 0, "mine"
 FOUND train.py:50: rank 1 ends after 8 steps with AssertionError: mine
@@ -233,16 +240,23 @@ STEPPED = {"optimizer": 0, "counts": [1, 1, 1, 1], "threads": 8, "states": {}, "
 STEPPED |= dict.fromkeys(("late", "outside", "lost", "options", "incoming"), ())
 STEPPED |= dict.fromkeys(("asleep", "stale", "sharded")) | {"weights": {}, "grads": {}}
 LOADED = {"distributed": True, "classes": 0, "targets": 0, "inputs": 0, "workers": 2, "seed": 5}
-LOADED |= {"draws": ["torch"], "reseeds": False}
+LOADED |= {"draws": ["torch"], "reseeds": False, "batch": 8, "whole": False}
+LOADED |= {"padded": 0, "random": False, "shuffle": False, "sampler": "RandomSampler"}
+TRAINED = [("ddp", GPU, {"device": "GPU-2"}), ("end", {"trained": True, "buffers": {}}, {})]
 PAIRS = {"count": 4, "plain": True, "pairs": True, "drawn": 4}
 NOTED = {
-    "2 ranks use 1 devices": [("ddp", GPU, {})],
+    "ranks 0 and 1 use the same device": [("ddp", GPU, {})],
+    "BatchNorm sees the 8 samples of one rank": [("loader", LOADED, {}), *TRAINED],
+    "32 threads run on 16 cores": [("before", STEPPED | {"threads": 16}, {})],
     "torch.load() puts tensors on cuda:0": [("load", {"device": "cuda:0"}, {})],
-    "8 threads of a process may keep": [("ddp", GPU, {"device": "GPU-2"}), ("before", STEPPED, {})],
+    "8 threads of a process may keep its device waiting": [
+        ("ddp", GPU, {"device": "GPU-2"}),
+        ("before", STEPPED, {}),
+    ],
     "GradScaler's scale is 1.0 on rank 0 and 2.0 on": [("before", STEPPED, {"scale": 2.0})],
     "fully_shard's shards are not compared": [("before", STEPPED | {"sharded": True}, {})],
     "workers of ranks 0 and 1 have the same seed": [("loader", LOADED, {})],
-    "compares only its own 4 samples": [("loss", PAIRS, {})],
+    "each rank compares only its own 4 samples": [("loss", PAIRS, {})],
     "reduce() leaves the sum on one rank": [("collective", {"name": "reduce", "shape": []}, {})],
     "2 processes train alone": [("before", STEPPED | {"threads": 1}, {})],
 }
@@ -262,6 +276,13 @@ def test_what_two_ranks_note(tmp_path, line):
 
 
 def test_each_page_that_a_line_names_is_there(tmp_path):
+    """And what pitfalls.md says of each mistake is what a test above has seen, but for numbers."""
+    page = re.sub(r"\d+", "8", (ROOT / "docs" / "pitfalls.md").read_text())
+    said = re.findall(r"^\| \[.*\]\(#.*\) \| .* \| (.*) \|$", page, re.M)
+    seen = re.sub(r"\d+", "8", "\n".join([*PROGRAMS.values(), *NOTED]))
+    for text in re.findall("`(.*?)`", "\n".join(said)):
+        assert text in seen, text
+    assert len(said) > 20
     source = (ROOT / "tools" / "doctor.py").read_text()
     for page, name in (("doctor", "PAGE"), ("pitfalls", "PITFALLS"), ("your_loop", "LOOP")):
         text = (ROOT / "docs" / f"{page}.md").read_text()

@@ -24,7 +24,7 @@ import tempfile
 import time
 from array import array
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -98,17 +98,13 @@ class Job:
 
     def same_rows(self, kind: str, **name: object) -> bool:
         """Whether a rank gets the same batches as the first one."""
-        for rank in self.others:
-            events = [
-                [e for e in self.of(r, kind) if name.items() <= e.items()]
-                for r in (self.first, rank)
-            ]
-            pairs = [(a["rows"], b["rows"]) for a, b in zip(*events, strict=False)]
-            if len({row for rows, _ in pairs for row in rows}) > 1 and all(
-                a == b for a, b in pairs
-            ):
-                return True
-        return False
+        rows = {}
+        for rank in self.ranks:
+            rows[rank] = [e["rows"] for e in self.of(rank, kind) if name.items() <= e.items()]
+        mine = rows.pop(self.first)
+        different = {row for batch in mine for row in batch}
+        same = (all(a == b for a, b in zip(mine, other, strict=False)) for other in rows.values())
+        return len(different) > 1 and any(same)
 
 
 def read(file: Path) -> list[dict]:
@@ -171,11 +167,12 @@ def alone(job: Job) -> Iterator[Found]:
 def steps(job: Job) -> Iterator[Found]:
     for rank in job.others:
         taken = []
-        for r in (job.first, rank):
-            events = [e["kind"] for e in job.ranks[r] if e["kind"] in ("batch", "before")]
-            taken.append(
-                [i - k for k, i in enumerate(i for i, e in enumerate(events) if e == "before")]
-            )
+        for r in (job.first, rank):  # after how many batches each step comes
+            trained = [[e["key"], e["number"]] for e in job.passes(r, trains=True)]
+            events = [e["kind"] for e in job.ranks[r] if e["here"] in trained]
+            events = [kind for kind in events if kind in ("batch", "before")]
+            places = [i for i, kind in enumerate(events) if kind == "before"]
+            taken.append([place - step for step, place in enumerate(places)])
         for step, (one, two) in enumerate(zip(*taken, strict=False)):
             if one != two:
                 late = rank if two > one else job.first
@@ -198,12 +195,10 @@ def shares(job: Job) -> Iterator[Found]:
         seen, there = set().union(*drawn), set().union(*own)
         twice = sum(map(len, drawn)) - len(seen)
         rest = job.world * (event["batch"] or 1) if event["whole"] else 0
+        missing = seen and not event["random"] and len(job.ranks) == job.world
         if len({*lengths}) > 1:
-            what, remedy = (
-                f"the ranks have {lengths} batches",
-                "use a DistributedSampler, so that all have the same number",
-            )
-            yield Found(place, what, remedy, SKIP)
+            remedy = "use a DistributedSampler, so that all have the same number"
+            yield Found(place, f"the ranks have {lengths} batches", remedy, SKIP)
         if event["distributed"] and not any(own[0] & other for other in own[1:]) and own[0]:
             what = f"the data are sharded twice: each rank has {len(own[0])} samples of its own"
             what += f", and the sampler takes {len(drawn[0])} of them"
@@ -217,23 +212,16 @@ def shares(job: Job) -> Iterator[Found]:
             yield Found(place, what, "use sampler=DistributedSampler(dataset)", SHUFFLE)
         elif job.same_rows("batch", key=event["key"], number=event["number"]):
             yield Found(place, "the ranks get the same batches", "give each its share", SHUFFLE)
-        elif (
-            seen
-            and not event["random"]
-            and len(there) - len(seen) > job.world + rest
-            and len(job.ranks) == job.world
-        ):
+        elif missing and len(there) - len(seen) > job.world + rest:
             what = f"an epoch has only {len(seen)} of {len(there)} samples"
             yield Found(place, what, "shard the data once", DATA)
 
 
 def inputs(job: Job) -> Iterator[Found]:
     if not job.all("loader") and job.same_rows("forward"):
-        place = job.of(job.first, "forward")[0]["where"]
+        place, page = job.of(job.first, "forward")[0]["where"], LOOP + "batches-drawn-at-random"
         remedy = "seed each rank with its own number before it draws a batch"
-        yield Found(
-            place, "the ranks get the same inputs", remedy, LOOP + "batches-drawn-at-random"
-        )
+        yield Found(place, "the ranks get the same inputs", remedy, page)
 
 
 def order(job: Job) -> Iterator[Found]:
@@ -241,33 +229,26 @@ def order(job: Job) -> Iterator[Found]:
     for event in job.passes(job.first, trains=True) if job.ranks else ():
         passes.setdefault(event["key"], []).append(event)
     for events in passes.values():
+        first, place = events[0], events[0]["place"]
         one, *others = (job.numbers(e, "drawn") for e in events[:2])
-        if (
-            [one] == others
-            and events[0]["distributed"]
-            and events[0]["shuffle"]
-            and len({*one}) > 3
-        ):
+        shuffled = first["distributed"] and first["shuffle"]
+        if [one] == others and shuffled and len({*one}) > 3:
             what = f"two epochs have the same order of {len(one)} samples"
             page = PITFALLS + "every-epoch-has-the-same-order"
-            yield Found(
-                events[0]["place"], what, "call sampler.set_epoch(epoch) in each epoch", page
-            )
-        starts = [e for e in job.of(job.first, "loader") if e["key"] == events[0]["key"]]
+            yield Found(place, what, "call sampler.set_epoch(epoch) in each epoch", page)
+        starts = [e for e in job.of(job.first, "loader") if e["key"] == first["key"]]
         if len(starts) >= 2 * len(events) > 2:
             what = f"the loader is started {len(starts)} times for {len(events)} epochs"
             page = PITFALLS + "the-first-batch-is-loaded-twice"
-            yield Found(events[0]["place"], what, "do not call next(iter(loader))", page, "NOTE")
+            yield Found(place, what, "do not call next(iter(loader))", page, "NOTE")
 
 
 def meaning(job: Job) -> Iterator[Found]:
     """Whether the same number is the same sample and the same class on all ranks."""
     seen = set()
     for rank, one, two in job.pairs("loader"):
-        if (
-            not (one["key"] == two["key"] and "draws" in one and "draws" in two)
-            or one["dataset"] in seen
-        ):
+        probed = one["key"] == two["key"] and "draws" in one and "draws" in two
+        if not probed or one["dataset"] in seen:
             continue
         a, b = one["targets"], two["targets"]
         if one["classes"] != two["classes"]:
@@ -291,17 +272,13 @@ def evaluation(job: Job) -> Iterator[Found]:
         place, data = event["place"], event["dataset"]
         mine = {r: {(data, n) for n in job.numbers(e, "own")} for r, e in loader.items()}
         alike = [e for other in loaders for e in other.values() if e["dataset"] == data]
-        left = set().union(*mine.values()) - {
-            (data, n) for e in alike for n in job.numbers(e, "drawn")
-        }
-        if event["padded"]:
-            what, remedy = (
-                f"{event['sampler']} repeats {event['padded']} samples",
-                "take range(rank, n, world_size)",
-            )
-            page = PITFALLS + "accuracy-depends-on-the-number-of-processes"
-            yield Found(place, f"{what}, which count twice in the evaluation", remedy, page)
         own = set().union(*mine.values())
+        left = own - {(data, n) for e in alike for n in job.numbers(e, "drawn")}
+        if event["padded"]:
+            what = f"{event['sampler']} repeats {event['padded']} samples"
+            what += ", which count twice in the evaluation"
+            page = PITFALLS + "accuracy-depends-on-the-number-of-processes"
+            yield Found(place, what, "take range(rank, n, world_size)", page)
         split = event["distributed"] and any(numbers != own for numbers in mine.values())
         if "drawn" in event and left and not split and len(job.ranks) == job.world:
             what = f"the evaluation leaves out {len(left)} of {len(own)} samples"
@@ -310,16 +287,10 @@ def evaluation(job: Job) -> Iterator[Found]:
         if leaked := leaked & set().union(*trained.values()):
             what = f"{len(leaked)} samples of the evaluation are trained on by another rank"
             yield Found(place, what, "split with the same seed on all ranks", SPLIT)
-        ends = [
-            e
-            for e in job.of(rank, "end")
-            if (e["key"], e["number"]) == (event["key"], event["number"])
-        ]
-        calls = [
-            e for e in job.of(rank, "collective") if e["here"] == [event["key"], event["number"]]
-        ]
-        lengths = [e.get("length") for e in loader.values()]
-        if len({*lengths}) > 1 and (ends[0]["wrapper"] or len(calls) >= ends[0]["count"]):
+        here, lengths = [event["key"], event["number"]], [e.get("length") for e in loader.values()]
+        calls = [e for e in job.of(rank, "collective") if e["here"] == here]
+        (end,) = [e for e in job.of(rank, "end") if [e["key"], e["number"]] == here] or [None]
+        if len({*lengths}) > 1 and end and (end["wrapper"] or len(calls) >= end["count"]):
             what = f"the ranks evaluate {lengths} batches, and communicate in each"
             page = PITFALLS + "the-job-hangs-in-evaluation"
             yield Found(place, what, "call model.module, and sum up after the loop", page)
@@ -394,11 +365,8 @@ def reason(event: dict, name: str) -> tuple[str, str, str]:
         page = PITFALLS + "the-weights-of-the-ranks-drift-apart"
         return "all of the step was in no_sync()", "leave it for the last micro-batch", page
     page = PITFALLS + "expected-to-mark-a-variable-ready-only-once"
-    return (
-        "a rank changes them after the all-reduce, or a checkpoint is reentrant",
-        "do the same on all ranks",
-        page,
-    )
+    why = "a rank changes them after the all-reduce, or a checkpoint is reentrant"
+    return why, "do the same on all ranks", page
 
 
 def learning(job: Job) -> Iterator[Found]:
@@ -410,17 +378,10 @@ def learning(job: Job) -> Iterator[Found]:
         after = [e["weights"] for e in job.of(job.first, "after") if e["optimizer"] == number]
         norms = [norm for e in events for _, norm in e["grads"].values()]
         if len(after) > 3 and after[0] and all(weights == after[0] for weights in after):
-            what = f"{len(after)} steps change no weight"
-            what += ", because " + (
-                "the updates are too small"
-                if any(norms)
-                else "all gradients are 0"
-                if norms
-                else "the optimizer's parameters have no gradient"
-            )
-            remedy = (
-                "does the loss depend on the outputs, and has the optimizer the model's parameters?"
-            )
+            why = "all gradients are 0" if norms else "the optimizer's parameters have no gradient"
+            why = "the updates are too small" if any(norms) else why
+            what = f"{len(after)} steps change no weight, because {why}"
+            remedy = "check that the loss depends on the parameters that the optimizer has"
             yield Found(place, what, remedy, WEIGHTS)
         if len(stale := [e for e in events if e["stale"]]) > 2:
             what = f"{len(stale)} of {len(events)} steps add to the gradients of the step before"
@@ -441,9 +402,8 @@ def losses(job: Job) -> Iterator[Found]:
             what = f"the loss is divided by {one['count']:.6g} on rank {job.first}"
             what += f" and by {two['count']:.6g} on rank {rank}"
             page = PITFALLS + "class-weights-give-another-loss-on-more-devices"
-            yield Found(
-                one["where"], what, "divide the sum by the mean of all ranks' numbers", page
-            )
+            remedy = "divide the sum by the mean of all ranks' numbers"
+            yield Found(one["where"], what, remedy, page)
             break
     pairs = [e for e in job.of(job.first, "loss") if e["pairs"]] if job.others else []
     for event in pairs[:1]:
@@ -451,11 +411,9 @@ def losses(job: Job) -> Iterator[Found]:
         page = PITFALLS + "a-contrastive-loss-learns-worse-on-more-devices"
         yield Found(event["where"], what, "gather the others', if these are meant", page, "NOTE")
     for event in [e for e in job.of(job.first, "collective") if e["name"] == "reduce"][:1]:
-        what, page = (
-            "reduce() leaves the sum on one rank",
-            PITFALLS + "ranks-print-different-mean-losses",
-        )
-        yield Found(event["where"], what, "use all_reduce(), if others use it", page, "NOTE")
+        what, remedy = "reduce() leaves the sum on one rank", "use all_reduce(), if others use it"
+        page = PITFALLS + "ranks-print-different-mean-losses"
+        yield Found(event["where"], what, remedy, page, "NOTE")
 
 
 def accumulation(job: Job) -> Iterator[Found]:
@@ -474,32 +432,26 @@ def accumulation(job: Job) -> Iterator[Found]:
             yield Found(place, what, f"divide each loss by {count}", EARLY)
         if synced == count and job.others:
             what = f"there are {count} all-reduces in each step, and one would do"
-            yield Found(
-                place, what, "put all micro-batches but the last into no_sync()", PAGE + "speed"
-            )
+            remedy = "put all micro-batches but the last into no_sync()"
+            yield Found(place, what, remedy, PAGE + "speed")
 
 
 # --- random numbers, files, devices, threads
 def randomness(job: Job) -> Iterator[Found]:
-    remedy, page = (
-        "seed each rank with seed + rank, once the model is made",
-        PAGE + "random-numbers",
-    )
+    remedy = "seed each rank with seed + rank, once the model is made"
+    page = PAGE + "random-numbers"
     for rank in job.others[:1]:
         one, two = job.of(job.first, "before"), job.of(rank, "before")
         for name in one[0]["states"] if one and two else ():
             states = [(e["here"], e["states"][name]) for e in one]
             moves = sum(a[0] == b[0] and a != b for a, b in pairwise(states))
-            if moves > 1 and all(
-                e["states"].get(name) == s for e, (_, s) in zip(two, states, strict=False)
-            ):
+            other = [(e["here"], e["states"].get(name)) for e in two]
+            if moves > 1 and all(a == b for a, b in zip(states, other, strict=False)):
                 what = f"ranks {job.first} and {rank} draw the same random numbers from {name}"
                 yield Found(one[0]["where"], f"{what}, for dropout or augmentation", remedy, page)
     for rank, one, two in job.pairs("loader"):
-        alike = (
-            one["key"] == two["key"] and one.get("seed") is not None and one["seed"] == two["seed"]
-        )
-        if alike and one["workers"] and one.get("draws") and not one["reseeds"]:
+        alike = all(one.get(name) == two.get(name) for name in ("key", "seed"))
+        if alike and one.get("workers") and one.get("draws") and not one["reseeds"]:
             what = f"the workers of ranks {job.first} and {rank} have the same seed"
             what += f", and draw from {', '.join(one['draws'])}"
             yield Found(one["place"], what, remedy, page)
@@ -514,9 +466,9 @@ def saves(job: Job) -> Iterator[Found]:
     for path, events in writers.items():
         event, name = min(events.items())[1], os.path.basename(path or "?")
         if len(events) > 1 and path:
-            what = f"{len(events)} ranks write {name}"
+            page = LOOP + "3-let-rank-0-print-and-save"
             yield Found(
-                event["where"], what, "let rank 0 save", LOOP + "3-let-rank-0-print-and-save"
+                event["where"], f"{len(events)} ranks write {name}", "let rank 0 save", page
             )
         if event["prefixed"]:
             page = PITFALLS + "missing-keys-in-state_dict-when-you-load-weights"
@@ -524,10 +476,8 @@ def saves(job: Job) -> Iterator[Found]:
             yield Found(event["where"], what, "save model.module.state_dict()", page, "NOTE")
     models = [e for e in job.all("save") if e["model"]]
     if models and not any(e["optimizer"] for e in job.all("save")):
-        what, page = (
-            "no snapshot has the optimizer's state",
-            PITFALLS + "the-loss-jumps-after-a-restart",
-        )
+        what = "no snapshot has the optimizer's state"
+        page = PITFALLS + "the-loss-jumps-after-a-restart"
         yield Found(models[0]["where"], what, "save optimizer.state_dict()", page, "NOTE")
 
 
@@ -536,48 +486,39 @@ def machine(job: Job) -> Iterator[Found]:
         what = f"torch.load() puts tensors on {event['device']}, another rank's device"
         page = PITFALLS + "a-snapshot-needs-a-gpu-or-fills-gpu-0"
         yield Found(event["where"], what, 'use map_location="cpu"', page)
-    made = [job.of(rank, "ddp")[0] for rank in job.ranks if job.of(rank, "ddp")]
-    devices = [e["device"] for e in made if e["type"] != "cpu"]
-    if len({*devices}) < len(devices):
-        what, page = (
-            f"{len(devices)} ranks use {len({*devices})} devices",
-            "all-processes-are-on-gpu-0-or-duplicate-gpu-detected",
-        )
-        yield Found(made[0]["where"], what, 'use torch.device("cuda", local_rank)', PITFALLS + page)
+    made = {rank: job.of(rank, "ddp")[0] for rank in job.ranks if job.of(rank, "ddp")}
+    on_cpu = all(event["type"] == "cpu" for event in made.values())
+    for (one, a), (two, b) in [] if on_cpu else combinations(made.items(), 2):
+        if a["device"] == b["device"]:
+            what, remedy = f"ranks {one} and {two} use the same device", "use cuda:LOCAL_RANK"
+            page = PITFALLS + "all-processes-are-on-gpu-0-or-duplicate-gpu-detected"
+            yield Found(a["where"], what, remedy, page)
+            break
     threads = [own[0]["threads"] for rank in job.ranks if (own := job.of(rank, "before"))]
     cores, most = job.start["cores"], max(threads, default=0)
     if sum(threads) > cores and most > 1 and job.others:
-        what, page = (
-            f"{sum(threads)} threads run on {cores:g} cores",
-            "more-threads-run-than-the-machine-has-cores",
-        )
-        yield Found(
-            "the machine",
-            what,
-            f"export OMP_NUM_THREADS={max(1, int(cores / len(threads)))}",
-            PITFALLS + page,
-        )
-    elif devices and most > 4 and sum(threads) >= cores:
-        what, page = (
-            f"{most} threads of a process may keep its device waiting",
-            "a-gpu-waits-while-all-cpu-cores-are-busy",
-        )
-        yield Found("the machine", what, "export OMP_NUM_THREADS=4", PITFALLS + page, "NOTE")
+        what = f"{sum(threads)} threads run on {cores:g} cores"
+        remedy = f"export OMP_NUM_THREADS={max(1, int(cores / len(threads)))}"
+        page = PITFALLS + "more-threads-run-than-the-machine-has-cores"
+        yield Found("the machine", what, remedy, page)
+    elif not on_cpu and most > 4 and sum(threads) >= cores:
+        what = f"{most} threads of a process may keep its device waiting"
+        page = PITFALLS + "a-gpu-waits-while-all-cpu-cores-are-busy"
+        yield Found("the machine", what, "export OMP_NUM_THREADS=4", page, "NOTE")
     batches = [e["batch"] for e in job.passes(job.first, trains=True) if e.get("batch")]
-    if made and made[0]["batchnorm"] and job.others and min(batches, default=16) < 16:
+    first = made.get(job.first)
+    if first and first["batchnorm"] and job.others and min(batches, default=16) < 16:
         what = f"BatchNorm sees the {min(batches)} samples of one rank"
         page = PITFALLS + "a-model-with-batchnorm-learns-worse-on-more-devices"
-        yield Found(made[0]["where"], what, "use SyncBatchNorm or larger batches", page, "NOTE")
+        yield Found(first["where"], what, "use SyncBatchNorm or larger batches", page, "NOTE")
 
 
 def limits(job: Job) -> Iterator[Found]:
     """What was not judged."""
     epochs = job.passes(job.first, trains=True)
     if any(e["sharded"] for e in job.all("before")):
-        what, remedy = (
-            "fully_shard's shards are not compared",
-            "compare the loss with that of one process",
-        )
+        what = "fully_shard's shards are not compared"
+        remedy = "compare the loss with that of one process"
         yield Found("the model", what, remedy, LIMITS, "NOTE")
     if not job.all("before"):
         yield Found("the program", "no optimizer has made a step", "let it train", LIMITS, "NOTE")
@@ -589,20 +530,8 @@ def limits(job: Job) -> Iterator[Found]:
         yield Found("doctor_watch.py", what, "what it should see is not judged", LIMITS, "NOTE")
 
 
-CHECKS = [
-    ends,
-    alone,
-    steps,
-    shares,
-    inputs,
-    order,
-    meaning,
-    evaluation,
-    buffers,
-    settings,
-    weights,
-]
-CHECKS += [learning, losses, accumulation, randomness, saves, machine, limits]
+CHECKS = [ends, alone, steps, shares, inputs, order, meaning, evaluation, buffers, settings]
+CHECKS += [weights, learning, losses, accumulation, randomness, saves, machine, limits]
 
 
 def speed(job: Job) -> str:
@@ -664,11 +593,8 @@ def main() -> int:
         parser.error("name the command that trains")
     first, *words = args.command
     python = {"python": [], "python3": [], "torchrun": ["-m", "torch.distributed.run"]}.get(first)
-    program = (
-        shutil.which(first, path=HERE.parent)
-        or shutil.which(first, path=Path(sys.executable).parent)
-        or shutil.which(first)
-    )
+    folders = [HERE.parent, Path(sys.executable).parent, os.environ.get("PATH", "")]
+    program = shutil.which(first, path=os.pathsep.join(map(str, folders)))
     if python is not None or first.endswith(".py"):
         words = [sys.executable, *(python if python is not None else [first]), *words]
     elif program:
@@ -678,20 +604,14 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="doctor-"))
     env = {"DOCTOR_FOLDER": folder, "DOCTOR_STEPS": args.steps, "DOCTOR_PATIENCE": args.patience}
     env |= {"DOCTOR_START": time.time(), "DOCTOR_KEEP": "1" if args.keep_files else ""}
-    env |= {
-        "PYTHONPATH": os.pathsep.join(
-            filter(None, (str(HERE / "site"), os.environ.get("PYTHONPATH")))
-        )
-    }
+    paths = filter(None, (str(HERE / "site"), os.environ.get("PYTHONPATH")))
+    env |= {"PYTHONPATH": os.pathsep.join(paths)}
     try:
-        status = run(
-            words, {**os.environ, **{name: str(value) for name, value in env.items()}}, folder
-        )
+        status = run(words, os.environ | {name: str(env[name]) for name in env}, folder)
         job = Job(folder, status)
         if not job.ranks:
-            print(
-                f"error: it ends with status {status}, and no process has trained", file=sys.stderr
-            )
+            text = f"error: it ends with status {status}, and no process has trained"
+            print(text, file=sys.stderr)
             return 2
         found = [*dict.fromkeys(finding for check in CHECKS for finding in check(job))]
     finally:

@@ -40,6 +40,7 @@ STEPS, PATIENCE = int(os.environ["DOCTOR_STEPS"]), float(os.environ["DOCTOR_PATI
 START, KEEP = float(os.environ["DOCTOR_START"]), bool(os.environ["DOCTOR_KEEP"])
 LIBRARY = os.path.dirname(os.__file__)
 BATCHED = nn.modules.batchnorm._BatchNorm
+MODAL = nn.modules.dropout._DropoutNd, BATCHED  # they differ between training and evaluation
 SNAPSHOT = re.compile(r"\.(pt|pth|ckpt|tar|bin|pkl|safetensors)\b")
 
 
@@ -48,7 +49,7 @@ class Watch:
 
     def __init__(self):
         self.file, self.pid, self.early, self.places = None, None, [], {}
-        self.models, self.optimizers, self.datasets = [], {}, {}
+        self.models, self.trainable, self.optimizers, self.datasets = [], [], {}, {}
         self.made = weakref.WeakSet()  # all optimizers, also those that never step
         self.steps = self.first_step = self.changed = 0  # in all, at the pass's start, the phase's
         self.trained = self.depth = self.all_backwards = self.files = 0
@@ -188,7 +189,7 @@ def ddp_made(original, self, module, *args, **kwargs):
     original(self, module, *args, **kwargs)
     W.models.append(self)
     trainable = [p for p in module.parameters() if p.requires_grad]
-    self._doctor_trainable = {id(p) for p in trainable}
+    W.trainable.append({*map(id, trainable)})
     device = next(module.parameters()).device
     name = f"{device} {os.environ.get('CUDA_VISIBLE_DEVICES', '')}"
     if device.type == "cuda":
@@ -292,11 +293,10 @@ optimizers.register_optimizer_step_post_hook(post_hook)
 def named(optimizer):
     """The parameters of an optimizer, by their names in DDP's models."""
     known = {id(p): n for m in W.models for n, p in m.module.named_parameters()}
-    mine = [p for group in optimizer.param_groups for p in group["params"]]
-    return {
-        known.get(id(p), f"a parameter of shape {[*p.shape]} (number {i})"): p
-        for i, p in enumerate(mine)
-    }
+    mine, found = [p for group in optimizer.param_groups for p in group["params"]], {}
+    for i, p in enumerate(mine):
+        found[known.get(id(p), f"a parameter of shape {[*p.shape]} (number {i})")] = p
+    return found
 
 
 def before(optimizer):
@@ -313,47 +313,35 @@ def note_before(optimizer, own):
     names = named(optimizer)
     plain = {n: p for n, p in names.items() if type(p.data).__name__ != "DTensor"}
     graded = {n: p for n, p in plain.items() if p.grad is not None}
-    trainable = set().union(*(m._doctor_trainable for m in W.models))
-    inside = {id(p) for m in W.models for p in m.module.parameters()}
+    wrapped = {n: p for m in W.models for n, p in m.module.named_parameters()}
+    inside, trainable = {*map(id, wrapped.values())}, set().union(*W.trainable)
     optimized = {id(p) for o in W.made for g in o.param_groups for p in g["params"]}
     both = [m.module for m in W.models if {*map(id, m.module.parameters())} & optimized]
     asleep = [layer for m in both if not m.training for layer in m.modules()]
-    kinds = nn.modules.dropout._DropoutNd, BATCHED
-    scale = W.scaler.get_scale() if W.scaler is not None else 1.0
-    kept, first = own["kept"], own["kept"] is None and own["zeroed"]
-    options = [
-        {k: v for k, v in group.items() if k != "params" and not callable(v)}
-        for group in optimizer.param_groups[:8]
-    ]
-    W.note(
-        "before",
-        optimizer=own["number"],
-        weights=digest(plain) if first else {},
-        grads=digest({n: p.grad for n, p in graded.items()}),
-        options=[
-            {k: float(v) if torch.is_tensor(v) and v.numel() == 1 else v for k, v in g.items()}
-            for g in options
-        ],
-        scale=scale,
-        sharded=len(plain) < len(names),
-        late=[n for n, p in graded.items() if id(p) in inside - trainable],
-        outside=[n for n, p in graded.items() if id(p) not in inside],
-        lost=[
-            n
-            for m in W.models
-            for n, p in m.module.named_parameters()
-            if p.grad is not None and id(p) not in optimized
-        ],
-        asleep=any(isinstance(layer, kinds) for layer in asleep),
-        stale=bool(
-            kept is not None and not own["zeroed"] and W.backwards and kept.grad is not None
-        ),
-        incoming=[float(grad.sum()) / scale for grad in W.incoming],
-        counts=[W.forwards, W.synced, W.backwards, W.batches],
-        states=checksums(random_states()),
-        threads=torch.get_num_threads(),
-        where=where(),
-    )
+    kept, scale = own["kept"], W.scaler.get_scale() if W.scaler is not None else 1.0
+    facts = {
+        "optimizer": own["number"],
+        "weights": digest(plain) if kept is None and own["zeroed"] else {},
+        "grads": digest({n: p.grad for n, p in graded.items()}),
+        "options": [*map(options, optimizer.param_groups[:8])],
+        "scale": scale,
+        "sharded": len(plain) < len(names),
+        "late": [n for n, p in graded.items() if id(p) in inside - trainable],
+        "outside": [n for n, p in graded.items() if id(p) not in inside],
+        "lost": [n for n, p in wrapped.items() if p.grad is not None and id(p) not in optimized],
+        "asleep": any(isinstance(layer, MODAL) for layer in asleep),
+        "stale": kept is not None and kept.grad is not None and not own["zeroed"] and W.backwards,
+        "incoming": [float(grad.sum()) / scale for grad in W.incoming],
+        "counts": [W.forwards, W.synced, W.backwards, W.batches],
+        "states": checksums(random_states()),
+        "threads": torch.get_num_threads(),
+    }
+    W.note("before", **facts, where=where())
+
+
+def options(group):
+    found = {k: v for k, v in group.items() if k != "params" and not callable(v)}
+    return {k: float(v) if torch.is_tensor(v) and v.numel() == 1 else v for k, v in found.items()}
 
 
 def after(optimizer):
@@ -372,10 +360,9 @@ def after(optimizer):
     if W.phase == "look" and ready:
         W.phase, W.changed = "with", W.steps
     elif W.phase in ("with", "alone") and W.steps - W.changed >= (STEPS if small else 2):
-        more = (
-            W.phase == "with" and W.models and dist.is_initialized() and dist.get_world_size() > 1
-        )
-        W.phase, W.changed = "alone" if more else "rest", W.steps
+        several = W.models and dist.is_initialized() and dist.get_world_size() > 1
+        W.phase = "alone" if several and W.phase == "with" else "rest"
+        W.changed = W.steps
     if W.steps >= 20 * STEPS or (W.phase == "rest" and not W.datasets):
         stop()
 
@@ -436,22 +423,22 @@ class Pass:
             dataset = dataset.dataset
         sized = hasattr(dataset, "__len__") and not isinstance(dataset, data.IterableDataset)
         init = getattr(loader.worker_init_fn, "func", loader.worker_init_fn)
+        called = getattr(getattr(init, "__code__", None), "co_names", ())
+        padded = getattr(sampler, "total_size", 0) - len(getattr(sampler, "dataset", ()))
+        random = isinstance(sampler, data.WeightedRandomSampler)
         facts = {
             "dataset": W.datasets.setdefault(id(dataset), (len(W.datasets), dataset))[0],
             "size": len(dataset) if sized else None,
             "sampler": type(sampler).__name__,
             "distributed": isinstance(sampler, data.DistributedSampler),
             "shuffle": bool(getattr(sampler, "shuffle", False)),
-            "random": isinstance(sampler, data.WeightedRandomSampler)
-            or getattr(sampler, "replacement", False),
-            "padded": max(
-                0, getattr(sampler, "total_size", 0) - len(getattr(sampler, "dataset", ()))
-            ),
+            "random": random or getattr(sampler, "replacement", False),
+            "padded": max(0, padded),
             "whole": loader.drop_last or getattr(sampler, "drop_last", False),
             "batch": loader.batch_size,
             "workers": loader.num_workers,
             "seed": getattr(self.iterator, "_base_seed", None),
-            "reseeds": "seed" in " ".join(getattr(getattr(init, "__code__", None), "co_names", ())),
+            "reseeds": any("seed" in name for name in called),
         }
         if sized:
             facts["length"] = len(loader)
@@ -464,9 +451,8 @@ class Pass:
         """Write the numbers of all samples into files: of the data, and of the whole pass."""
         plain = data.SequentialSampler, data.RandomSampler, data.DistributedSampler
         plain += (data.SubsetRandomSampler, data.WeightedRandomSampler, list, tuple, range)
-        if type(loader.batch_sampler) is not data.BatchSampler or not isinstance(
-            loader.sampler, plain
-        ):
+        batches = type(loader.batch_sampler) is data.BatchSampler
+        if not (batches and isinstance(loader.sampler, plain)):
             return {}  # to iterate over any other one might change it
         generator = getattr(loader.sampler, "generator", None)
         state = generator.get_state() if generator is not None else None
@@ -541,12 +527,8 @@ def probe(dataset):
             sys.modules["numpy"].random.set_state(states["numpy"])
     plain = [[v.tolist() if hasattr(v, "tolist") else v for v in leaves] for leaves in samples]
     targets = [[v for v in leaves if isinstance(v, int | str)] for leaves in plain]
-    return {
-        "classes": names,
-        "targets": targets,
-        "inputs": zlib.crc32(repr(plain).encode()),
-        "draws": drawn,
-    }
+    facts = {"classes": names, "targets": targets, "draws": drawn}
+    return facts | {"inputs": zlib.crc32(repr(plain).encode())}
 
 
 # --- files: none of the user's is touched
@@ -606,16 +588,11 @@ if not KEEP:
 
 
 def flat_keys(obj, depth=4):
-    pairs = (
-        obj.items()
-        if isinstance(obj, dict)
-        else [("", v) for v in obj]
-        if isinstance(obj, list)
-        else ()
-    )
-    for key, value in pairs if depth else ():
+    for key, value in obj.items() if isinstance(obj, dict) else ():
         yield str(key)
-        yield from flat_keys(value, depth - 1)
+        yield from flat_keys(value, depth - 1) if depth else ()
+    for value in obj if isinstance(obj, list) else ():
+        yield from flat_keys(value, depth - 1) if depth else ()
 
 
 # --- how a process begins and ends
@@ -632,19 +609,15 @@ def collective(original, *args, **kwargs):
 
 for module in (dist, dist.distributed_c10d):
     instead_of(module, "init_process_group")(group_made)
-    names = (
-        "all_reduce reduce broadcast all_gather all_gather_object all_gather_into_tensor barrier"
-    )
-    names += " gather gather_object broadcast_object_list reduce_scatter_tensor scatter all_to_all"
+    names = "all_reduce reduce broadcast all_gather all_gather_object all_gather_into_tensor"
+    names += " barrier gather gather_object broadcast_object_list reduce_scatter_tensor scatter"
     instead_of(module, *names.split())(collective)
 
 
 def crashed(error):
-    frames = traceback.extract_tb(error.__traceback__)
-    places = [
-        f"{os.path.basename(f.filename)}:{f.lineno}" for f in frames if not foreign(f.filename)
-    ]
-    W.note("crash", error=f"{type(error).__name__}: {error}"[:200], where=(places or ["?"])[-1])
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not foreign(f.filename)]
+    place = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else "?"
+    W.note("crash", error=f"{type(error).__name__}: {error}"[:200], where=place)
 
 
 @instead_of(sys, "excepthook")
@@ -685,10 +658,8 @@ def stop():
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
     Path(FOLDER, f"{os.getpid()}.stop").touch()
-    end, files = time.perf_counter() + PATIENCE, Path(FOLDER)
-    while (
-        len([*files.glob("*.stop")]) < len([*files.glob("*.jsonl")]) and time.perf_counter() < end
-    ):
+    end, count = time.perf_counter() + PATIENCE, lambda name: len([*Path(FOLDER).glob(name)])
+    while count("*.stop") < count("*.jsonl") and time.perf_counter() < end:
         time.sleep(0.05)
     sys.stdout.flush()
     sys.stderr.flush()
