@@ -8,6 +8,7 @@ import socket
 import sys
 import tempfile
 import time
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ model.module.state_dict() => model.state_dict()
 , "optimizer": optimizer.state_dict() => , "nothing": 0
 FOUND train.py:28: two epochs have the same order of 500 samples
 NOTE train.py:28: the loader is started 6 times for 3 epochs
-FOUND train.py:30: DistributedSampler repeats 1 samples, which count twice
+FOUND train.py:30: DistributedSampler counts 1 of 303 samples twice
 FOUND train.py:61: 2 ranks write snapshot.pt.tmp: let rank 0 save
 NOTE train.py:61: snapshot.pt.tmp has names like module.0.bias
 NOTE train.py:61: no snapshot has the optimizer's state
@@ -231,6 +232,16 @@ def test_each_mistake_is_found_and_nothing_else(tmp_path, name):
         assert line in found, found
     own = [line for line in found.splitlines() if "only one epoch was seen" not in line]
     assert len(own) == len(expected), found
+
+
+@pytest.mark.slow("two ranks")
+def test_the_picture_shows_what_the_doctor_says(tmp_path):
+    picture = unescape(re.sub("<.*?>", "", (ROOT / "docs" / "doctor.svg").read_text()))
+    shown = " ".join(picture.replace("\N{NO-BREAK SPACE}", " ").split())
+    found = examine(tmp_path, runpy.run_path(str(ROOT / "docs/programs/doctor.py"))["program"]())
+    assert len(found.splitlines()) == 4 == shown.count("FOUND")
+    for line in found.splitlines():
+        assert line in shown, line
 
 
 # What is not easily run, as two ranks would note it: kind, facts, other facts of rank 1.

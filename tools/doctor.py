@@ -275,8 +275,7 @@ def evaluation(job: Job) -> Iterator[Found]:
         own = set().union(*mine.values())
         left = own - {(data, n) for e in alike for n in job.numbers(e, "drawn")}
         if event["padded"]:
-            what = f"{event['sampler']} repeats {event['padded']} samples"
-            what += ", which count twice in the evaluation"
+            what = f"{event['sampler']} counts {event['padded']} of {event['size']} samples twice"
             page = PITFALLS + "accuracy-depends-on-the-number-of-processes"
             yield Found(place, what, "take range(rank, n, world_size)", page)
         split = event["distributed"] and any(numbers != own for numbers in mine.values())
