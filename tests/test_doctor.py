@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing as mp
+from helpers.files import patched
 from helpers.jobs import ALONE, ROOT
 from helpers.ranks import start_server
 
@@ -180,14 +181,15 @@ def changed(lines: list[str]) -> str:
     return program
 
 
-def one_rank(rank: int, folder: str, env: dict) -> None:
+def one_rank(rank: int, folder: str, env: dict, arguments: tuple) -> None:
     os.chdir(folder)
+    sys.argv = ["train.py", *arguments]
     os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank))
     output = os.open(f"output-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
     torch.set_num_threads(1)
-    sys.path[:0] = [str(ROOT / "tools")]
+    sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
     import doctor_watch
 
     try:
@@ -197,7 +199,7 @@ def one_rank(rank: int, folder: str, env: dict) -> None:
         raise
 
 
-def examine(folder: Path, program: str) -> str:
+def examine(folder: Path, program: str, *arguments: str, patience: int = 30) -> str:
     """The doctor's lines about a program, whose ranks are forks, which saves most of the time."""
     (folder / "train.py").write_text(program)
     start_server()
@@ -206,9 +208,9 @@ def examine(folder: Path, program: str) -> str:
         held.bind(("localhost", 0))
         env = {"MASTER_ADDR": "localhost", "MASTER_PORT": held.getsockname()[1], "DOCTOR_KEEP": ""}
         env |= {"WORLD_SIZE": 2, "OMP_NUM_THREADS": 1, "GLOO_SOCKET_IFNAME": "lo"}
-        env |= {"DOCTOR_FOLDER": notes, "DOCTOR_STEPS": 8, "DOCTOR_PATIENCE": 5}
+        env |= {"DOCTOR_FOLDER": notes, "DOCTOR_STEPS": 8, "DOCTOR_PATIENCE": patience}
         env = {name: str(value) for name, value in {**env, "DOCTOR_START": time.time()}.items()}
-        given, status = (str(folder), env), 0
+        given, status = (str(folder), env, arguments), 0
         ranks = mp.start_processes(one_rank, given, 2, False, start_method="forkserver")
         try:
             while not ranks.join(1):
@@ -227,11 +229,35 @@ def test_each_mistake_is_found_and_nothing_else(tmp_path, name):
     lines = PROGRAMS[name].splitlines()
     changes = [line for line in lines if re.search(" (=>|<<|>>) |^@", line)]
     expected = [line for line in lines if line not in changes]
-    found = examine(tmp_path, changed(changes))
+    found = examine(tmp_path, changed(changes), patience=5)
     for line in expected:
         assert line in found, found
     own = [line for line in found.splitlines() if "only one epoch was seen" not in line]
     assert len(own) == len(expected), found
+
+
+PAGE = (ROOT / "docs" / "recipes.md").read_text()
+RECIPES = {path.stem: path.read_text() for path in ROOT.glob("recipes/*.diff")}
+RECIPES |= dict(re.findall(r"```diff (\w+)\n(.*?)```", PAGE, re.S))
+DIGITS = """@@ 480 digits in place of 12,000
+ from common.seed import set_seed
++from common.data import make_digits
++
++load_dataset = lambda *_: (make_digits(480, 0), make_digits(90, 1))
+"""
+ELSEWHERE = ("images", "pretrained", "text", "dicts", "causal", "gpt", "breakpoint")  # need more
+OTHERS = {"early": "best early", "test": "best test"}
+OPTIONS = {"fp16": ("--amp",)}
+
+
+@pytest.mark.slow("two ranks")
+@pytest.mark.parametrize("name", [name for name in RECIPES if name not in ELSEWHERE])
+def test_nothing_is_found_in_a_recipe(tmp_path, name):
+    program = (ROOT / "ddp_torchrun.py").read_text()
+    for diff in (*(RECIPES[n] for n in OTHERS.get(name, name).split()), DIGITS):
+        program = patched(program, diff)
+    options = ("4", "--model", "mlp", "--batch-size", "16", *OPTIONS.get(name, ()))
+    assert "FOUND" not in (found := examine(tmp_path, program, *options)), found
 
 
 @pytest.mark.slow("two ranks")

@@ -451,8 +451,8 @@ class Pass:
         """Write the numbers of all samples into files: of the data, and of the whole pass."""
         plain = data.SequentialSampler, data.RandomSampler, data.DistributedSampler
         plain += (data.SubsetRandomSampler, data.WeightedRandomSampler, list, tuple, range)
-        batches = type(loader.batch_sampler) is data.BatchSampler
-        if not (batches and isinstance(loader.sampler, plain)):
+        known = type(loader.sampler).__iter__ in [kind.__iter__ for kind in plain]
+        if type(loader.batch_sampler) is not data.BatchSampler or not known:
             return {}  # to iterate over any other one might change it
         generator = getattr(loader.sampler, "generator", None)
         state = generator.get_state() if generator is not None else None
