@@ -31,13 +31,6 @@ def test_a_process_gets_its_device_and_its_rank(parse, pretend, monkeypatch, scr
     assert job.backend == args.backend == ("nccl" if type == "cuda" else "gloo")
 
 
-def test_multinode_takes_its_rank_from_the_environment(command_line, monkeypatch):
-    monkeypatch.setenv("RANK", "5")
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    args = command_line(NODES).parse_args()
-    assert (args.rank, args.world_size, args.init_method) == (5, 8, "env://")
-
-
 @pytest.mark.parametrize("type", ["cuda", "cpu"])
 @every_script
 def test_threads(parse, pretend, monkeypatch, script, type):

@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -23,9 +22,9 @@ PORT = 22225
 class Nodes(Hosts):
     """Hosts with jobs, each in its host's folder."""
 
-    def __init__(self, folder: Path, count: int, own: str | None = None) -> None:
+    def __init__(self, folder: Path, count: int) -> None:
         self.folder, self.jobs = folder, []
-        super().__init__(count, own)
+        super().__init__(count)
         self.method = f"tcp://{self.address(0)}:{PORT}"
 
     def start(self, host: int, launch: str, *arguments: object, **env: object) -> Job:
@@ -41,17 +40,13 @@ class Nodes(Hosts):
         options += ("--world-size", self.count * processes, "--nproc-per-node", processes)
         return self.start(host, "multinode.py", *options, *arguments, **env)
 
-    def link(self, host: int, state: str) -> None:
-        """Pull the host's cable, or put it back. The host keeps its address; packets get lost."""
-        run("ip", "-n", f"ladder{self.number}bridge", "link", "set", f"port{host}", state)
-
 
 @pytest.fixture
 def hosts(tmp_path):
-    """hosts(count, own=None) -> Nodes"""
+    """hosts(count) -> Nodes"""
     require(requirements())
     with contextlib.ExitStack() as stack:
-        yield lambda *given: stack.enter_context(Nodes(tmp_path, *given))
+        yield lambda count: stack.enter_context(Nodes(tmp_path, count))
 
 
 @pytest.fixture(scope="module")
@@ -68,24 +63,15 @@ def scores(text: str) -> list[dict[str, float]]:
     return [{**line, "rate": 0} for line in epochs(text)]
 
 
-@pytest.mark.parametrize(
-    ("count", "own", "processes", "store"),
-    [
-        (3, None, 1, "tcp"),
-        (2, None, 2, "file"),
-        # Debian's installer writes this for a host's own name. docs/multinode.md has the remedy.
-        (2, "127.0.1.1", 1, "tcp"),
-    ],
-)
-def test_any_number_of_hosts_does_the_same_job(hosts, tmp_path, job, count, own, processes, store):
+@pytest.mark.parametrize(("count", "processes", "store"), [(3, 1, "tcp"), (2, 2, "file")])
+def test_any_number_of_hosts_does_the_same_job(hosts, tmp_path, job, count, processes, store):
     """The last ones start first. Rank 0 alone prints and saves."""
-    nodes = hosts(count, own)
+    nodes = hosts(count)
     if store == "file":
         nodes.method = f"file://{tmp_path}/shared"
     options = (*job[0], "--batch-size", 24 // count // processes)
-    env = {**DOUBLE, "GLOO_SOCKET_IFNAME": "eth0" if own else ""}
     for host in reversed(range(count)):
-        nodes.call(host, *options, processes=processes, **env)
+        nodes.call(host, *options, processes=processes, **DOUBLE)
     texts = [each.finish() for each in nodes.jobs]
     assert [scores(text) for text in texts] == [*[[]] * (count - 1), job[1]]
     (path,) = tmp_path.glob("host*/checkpoint.pt")
@@ -114,18 +100,11 @@ def test_torchrun_restarts_on_all_nodes(hosts, tmp_path, job):
 
 
 def test_a_link_that_goes_down(hosts, job):
-    """For a while, and nothing is lost: TCP sends again. Longer than --timeout, and all end."""
+    """All end after --timeout."""
     nodes, options = hosts(2), (500, *job[0][1:], "--timeout", 8)
     jobs = [nodes.call(rank, *options) for rank in (0, 1)]
     jobs[0].wait_for(r"Epoch 1 \| Step 3 ")
-    nodes.link(1, "down")
-    time.sleep(1)
-    before = jobs[0].text
-    time.sleep(1)
-    assert jobs[0].text == before
-    nodes.link(1, "up")
-    jobs[0].wait_for(f"^{re.escape(before)}.", seconds=8)
-    nodes.link(1, "down")
+    run("ip", "-n", f"ladder{nodes.number}bridge", "link", "set", "port1", "down")
     for each in jobs:
         *_, line = each.finish(1).rstrip().splitlines()
         assert re.search("Timed out waiting 8000ms|Application timeout", line), line
@@ -204,14 +183,9 @@ STANDALONE = "torchrun --standalone --nproc_per_node=2 --local-addr=localhost dd
 
 @pytest.mark.parametrize("launch", ["ddp_spawn.py", STANDALONE])
 def test_two_runs_at_once_on_a_host_that_does_not_know_its_own_name(hosts, fashion, launch):
-    """gloo listens on loopback there. torchrun's stores still listen on all interfaces."""
     nodes, options = hosts(1), (50, *fashion(1000, 10), "--log-interval", 1, "--snapshot-path")
     (NETNS / nodes.name(0) / "hosts").write_text("127.0.0.1 localhost\n")
     jobs = [nodes.start(0, launch, *options, name) for name in ("first.pt", "second.pt")]
     for job in jobs:
         job.wait_for("Step 3 ")
     assert all(job.process.poll() is None for job in jobs)
-    listening = run(*nodes.command(0, ["ss", "-Hltn"])).splitlines()
-    addresses = [line.split()[3].rpartition(":")[0] for line in listening]
-    assert addresses.count("127.0.0.1") == 4  # a rank each
-    assert len(addresses) == (4 if launch == "ddp_spawn.py" else 8)

@@ -1,4 +1,4 @@
-"""Each option is in force in each script that has it, and a number that must be 1 or more is.
+"""Each option is in force in each script that has it.
 
 A new option is a row of OPTIONS, say Row("--label-smoothing", (0.0, 0.5)): the two values must
 give different losses, and the same ones in each of the scripts.
@@ -93,7 +93,7 @@ def joined(tools: SimpleNamespace, script: str, *options: object) -> SimpleNames
 
 
 class Row(NamedTuple):
-    """An option and two of its values: of a number the smallest first, of a switch False and True.
+    """An option and two of its values: of a switch False and True.
 
     `look` sees the script with a value, and what it has `seen` must be `expected`, which is the
     value itself unless it is given. Losses must be those of another script.
@@ -153,7 +153,6 @@ EACH = [
     for row in OPTIONS
     for script in row.scripts
 ]
-NUMBERS = [each for each in EACH if each.values[0].values[0] == 1]
 
 
 @pytest.mark.parametrize(("row", "script"), EACH)
@@ -169,12 +168,6 @@ def test_an_option_is_in_force(tools, row, script):
         expected = seen(row.scripts[-1 if script == row.scripts[0] else 0])
     for mine, right in zip(ours, expected, strict=True):
         assert mine == pytest.approx(right, abs=2e-4), f"{row.option} in {script}"
-
-
-@pytest.mark.parametrize(("row", "script"), NUMBERS)
-def test_a_number_below_1_is_refused(refuse, row, script):
-    argument, _, message = refuse(script, *row.words(0)).partition(": ")
-    assert row.option in argument and message == "0 is less than 1"
 
 
 def test_what_is_clipped_is_the_norm_of_the_steps_gradient(do, monkeypatch):

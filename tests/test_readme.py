@@ -93,14 +93,6 @@ def test_the_options_of_reference_and_of_the_docstring(script):
     assert {*re.findall(r"--[a-z][\w-]+", docstring)} <= has | torchruns | {"--help"}
 
 
-def test_what_may_be_deleted_is_there():
-    for construct, scripts, *_ in table(REFERENCE, "construct"):
-        for script in SCRIPTS:
-            if (script in scripts) != scripts.startswith("all"):
-                for piece in re.findall(r"(?<!write )`([^`]+)`", construct):
-                    assert piece in (ROOT / script).read_text(), f"{piece} is not in {script}"
-
-
 def test_every_mark_is_in_the_table_and_in_the_list_of_make_it_yours():
     marks = {*re.findall(r"# (your \w+)", CODE)}
     assert {mark.strip("`") for mark, _ in table(REFERENCE, "mark")} == marks

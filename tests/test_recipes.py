@@ -340,21 +340,6 @@ def test_both_models_of_a_gan_are_those_of_one_process_and_are_resumed(resumed):
     assert len(found) == 2 and all(0.01 < float(loss) < 5 for pair in found for loss in pair)
 
 
-def test_each_model_of_a_gan_learns_from_its_own_loss(recipe, do):
-    recipe("gan")
-    gan, real = do.module(SCRIPT).GAN(), torch.randn(8, 1, 28, 28)
-    generator, critic = gan.generator, gan.critic
-    torch.manual_seed(1)
-    found = torch.autograd.grad(gan(real).sum(), [*gan.parameters()])
-    torch.manual_seed(1)
-    made = generator(torch.randn(8, 64))
-    loss = F.softplus(-critic(made)).mean()
-    expected = torch.autograd.grad(loss, [*generator.parameters()], retain_graph=True)
-    loss = F.softplus(-critic(real)).mean() + F.softplus(critic(made)).mean()
-    expected += torch.autograd.grad(loss, [*critic.parameters()])
-    torch.testing.assert_close(found, expected)
-
-
 def test_contrastive_loss_is_that_of_one_large_batch(resumed):
     # Without random numbers, of which each rank draws its own, but with two views that differ.
     edit = partial(re.sub, r"views \+ .*views\)", "torch.cat([inputs, inputs.flip(3)])")
@@ -452,8 +437,6 @@ def test_two_optimizers_are_resumed(resumed, do):
     tiny = NORM.replace("10), nn.BatchNorm1d(10)", "8), nn.Linear(8, 10)")
     resumed("optimizers", DIGITS, tiny, arguments=("--lr", 0.1, "--cosine"), processes=2)
     parts = do(SCRIPT, 1, "--batch-size", 8, "--cosine").passes[0][6]
-    rates = {group["lr"] for name in ("optimizer", "muon") for group in parts[name].param_groups}
-    assert len(rates) == 1 and 0 < max(rates) < 0.002
     (hidden,) = parts["muon"].param_groups[0]["params"]
     assert hidden is parts["model"][1].weight
 
@@ -503,17 +486,12 @@ def test_a_test_set_is_for_the_best_snapshot(recipe, tmp_path):
 
 @pytest.mark.slow("a real torchrun")
 def test_a_stop_that_saves_at_once(recipe, fashion, start, tmp_path):
-    """After ten steps or more. The loader's workers ignore the signal, as the page says."""
-    (ignore,) = re.findall(r"`(signal\.signal.*?)`", PAGE)
+    """After ten steps or more."""
     path = recipe("stop")
-    shutil.copytree(ROOT / "common", path.parent / "common")
-    loader = path.parent / "common" / "loader.py"
-    lines = f"@@\n def _end_with_the_rank(worker_id: int) -> None:\n+    {ignore}\n"
-    loader.write_text(patched(loader.read_text(), lines + "@@\n import os\n+import signal\n"))
     options = (1, *fashion(800, 10), "--batch-size", 8, "--log-interval", 1)
     train(tmp_path, SCRIPT, 2, *options, "--snapshot-path", "whole.pt")
     launch = f"torchrun --standalone --nproc_per_node=2 {path}"
-    job = start(launch, *options, "--num-workers", 1, LADDER_SLOW="0:0.1")
+    job = start(launch, *options, LADDER_SLOW="0:0.1", PYTHONPATH=ROOT)
     job.wait_for(r"Epoch 0 \| Step 12 ")
     os.kill(job.process.pid, signal.SIGTERM)
     text = job.finish(1)

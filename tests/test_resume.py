@@ -123,11 +123,8 @@ def test_a_schedule_is_a_function_of_the_step_also_in_a_resumed_run(do, monkeypa
     monkeypatch.setattr(torch.optim.SGD, "step", stepping)
     schedule = ("--model", "mlp", "--warm-up", 3, "--cosine", "--lr", 0.1)
     do("ddp_torchrun.py", 2, *schedule, "--batch-size", 8)
-    whole = [0.1 * module.lr_factor(step, 10, do.last.args) for step in range(10)]
-    assert rates == pytest.approx(whole)
-    assert rates[:4] == pytest.approx([0.1 / 3, 0.2 / 3, 0.1, 0.1]) and rates == sorted(
-        rates[:3]
-    ) + sorted(rates[3:], reverse=True)
+    assert rates[:4] == pytest.approx([0.1 / 3, 0.2 / 3, 0.1, 0.1])
+    assert rates[3:] == sorted(rates[3:], reverse=True) and 0 < rates[-1] < 0.01
     rates.clear()
     do("ddp_torchrun.py", 4, *schedule[:-1], 0.2, "--batch-size", 4, "--resume")
     expected = [0.2 * module.lr_factor(step, 40, do.last.args) for step in range(20, 40)]

@@ -8,7 +8,7 @@ import difflib
 import re
 
 import pytest
-from helpers.jobs import ROOT, SCRIPTS, every_script
+from helpers.jobs import ROOT, SCRIPTS
 
 SINGLE, PARALLEL, SPAWN, TORCHRUN, NODES = SCRIPTS
 
@@ -64,20 +64,13 @@ SAME = {
     **{("log", SPAWN, other): "" for other in (TORCHRUN, NODES)},
     **{("default_backend", SPAWN, other): "" for other in (TORCHRUN, NODES)},
 }
-# The order in which a first reader meets them
-ORDER = ["ddp_setup", "train_epoch", "evaluate", "main", "lr_factor", "same_on_all_ranks"]
-ORDER += ["save_snapshot", "load_snapshot", "log", "default_backend", "positive", "parse_args"]
-
-
-def tree(script: str) -> list[ast.stmt]:
-    return ast.parse((ROOT / script).read_text()).body
 
 
 def lines(script: str, name: str) -> list[str]:
     """Of a function, without its indentation."""
-    (node,) = (node for node in tree(script) if getattr(node, "name", "") == name)
-    whole = (ROOT / script).read_text().splitlines()
-    return [line.strip() for line in whole[node.lineno - 1 : node.end_lineno]]
+    text = (ROOT / script).read_text()
+    (node,) = (node for node in ast.parse(text).body if getattr(node, "name", "") == name)
+    return [line.strip() for line in text.splitlines()[node.lineno - 1 : node.end_lineno]]
 
 
 @pytest.mark.parametrize(("name", "first", "other"), SAME)
@@ -85,21 +78,6 @@ def test_a_function_is_the_same_but_for_its_declared_lines(name, first, other):
     found = [*difflib.unified_diff(lines(first, name), lines(other, name), n=0, lineterm="")][2:]
     found = [f"{line[0]} {line[1:].split('  #')[0]}" for line in found if line[0] in "-+"]
     assert found == SAME[name, first, other].splitlines()
-
-
-@every_script
-def test_a_file_has_its_parts_in_the_order_of_the_others(script):
-    """No class, no typed signature, no docstring of more than a line."""
-    body = tree(script)
-    functions = [node for node in body if isinstance(node, ast.FunctionDef)]
-    assert [node.name for node in functions] == [
-        name for name in ORDER if name in {node.name for node in functions}
-    ]
-    assert not any(isinstance(node, ast.ClassDef) for node in body)
-    assert isinstance(body[-1], ast.If)  # the main guard
-    for node in functions:
-        assert node.returns is None and not any(arg.annotation for arg in node.args.args)
-        assert "\n" not in (ast.get_docstring(node) or "")
 
 
 def options(script: str) -> dict[str, str]:
@@ -118,6 +96,4 @@ def test_an_option_is_the_same_in_all_scripts_that_have_it():
             for name in mine.keys() & theirs.keys():
                 if mine[name] != theirs[name]:
                     found |= {(name, script), (name, other)} & differ or {(name, script, other)}
-            shared = [name for name in mine if name in theirs]
-            assert shared == [name for name in theirs if name in mine], (script, other)  # the order
     assert found == differ

@@ -16,7 +16,7 @@ PAGE = (ROOT / "docs" / "your_loop.md").read_text()
 *STEPS, TARGETS = re.findall(r"```diff\n(.*?)```", PAGE, re.S)
 PROGRAMS = [*accumulate(STEPS, patched, initial=FIRST)]
 same = partial(torch.testing.assert_close, rtol=0, atol=1e-12)  # two state_dicts
-LINE = r"epoch (\d): (\d+) of 303"
+LINE = r"epoch (\d): (\d+) of 303 correct"
 
 
 def train(folder: Path, program: str, processes: int = 1, dtype: str = "float64") -> list[tuple]:
@@ -45,40 +45,12 @@ def test_each_step_gives_the_weights_of_one_device(tmp_path, one, step):
     same(load(tmp_path / "model.pt"), one[1])
 
 
-def half(program: str) -> str:
-    return patched(program, "@@\n-in range(first_epoch, 5):\n+in range(first_epoch, 2):\n")
-
-
 def test_the_last_step_resumes_on_other_numbers_of_processes(tmp_path, one):
     last = (ROOT / "docs" / "your_loop.py").read_text()
     assert [last] == PROGRAMS[5:]
-    assert train(tmp_path, half(last), 2) + train(tmp_path, last, 4) == one[0]
+    half = patched(last, "@@\n-in range(first_epoch, 5):\n+in range(first_epoch, 2):\n")
+    assert train(tmp_path, half, 2) + train(tmp_path, last, 4) == one[0]
     same(load(tmp_path / "snapshot.pt")["model"], one[1])
-
-
-TWO_NODES = """@@
-     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-+    os.makedirs(f"{rank}", exist_ok=True)
-+    os.chdir(f"{rank}")
-@@
-         if rank == 0:
-+            pass
-+        torch.save(model.module.state_dict(), "model.pt")
-+        if rank == 0:
-"""
-
-
-def test_a_node_with_another_snapshot_resumes_from_that_of_rank_0(tmp_path, one):
-    """Each rank has a folder of its own. The stale snapshot is of the same epoch."""
-    program = patched(PROGRAMS[5], TWO_NODES)
-    train(tmp_path, half(program), 2)
-    snapshot = load(tmp_path / "0" / "snapshot.pt")
-    for state in snapshot["optimizer"]["state"].values():
-        state["momentum_buffer"].mul_(2)
-    torch.save(snapshot, tmp_path / "1" / "snapshot.pt")
-    assert train(tmp_path, program, 2) == one[0][2:]
-    for rank in "01":
-        same(load(tmp_path / rank / "model.pt"), one[1])
 
 
 def test_a_loss_that_is_a_sum_is_multiplied_by_the_world_size(tmp_path):

@@ -25,7 +25,7 @@ def requirements() -> str | None:
         return "network namespaces need Linux"
     if os.geteuid() != 0:
         return "network namespaces need root"
-    if missing := [name for name in ("ip", "tc", "unshare", "hostname") if not shutil.which(name)]:
+    if missing := [name for name in ("ip", "unshare", "hostname") if not shutil.which(name)]:
         return f"not installed: {', '.join(missing)}"
     tried = subprocess.run(["unshare", "--net", "--uts", "--mount", "true"], capture_output=True)
     if tried.returncode:
@@ -47,13 +47,9 @@ def run(*argv: object) -> str:
 
 
 class Hosts(contextlib.AbstractContextManager):
-    """`count` hosts on one bridge: ladder<number>n1 with 10.77.<number>.1, and so on.
+    """`count` hosts on one bridge: ladder<number>n1 with 10.77.<number>.1, and so on."""
 
-    `own` is the address that a host's own name has in its own /etc/hosts: the right one unless
-    given. Debian's installer writes 127.0.1.1 there.
-    """
-
-    def __init__(self, count: int = 2, own: str | None = None) -> None:
+    def __init__(self, count: int = 2) -> None:
         self.count = count
         self.number, self._claim = self._claimed()
         self._remove()  # what a run that was killed left under this number
@@ -69,9 +65,7 @@ class Hosts(contextlib.AbstractContextManager):
             run("ip", "-n", name, "link", "set", "lo", "up")
             run("ip", "-n", name, "link", "set", "eth0", "up")
             lines = ["127.0.0.1 localhost", "::1 localhost"]
-            for other in range(count):
-                address = own if own and other == host else self.address(other)
-                lines.append(f"{address} {self.name(other)}")
+            lines += [f"{self.address(other)} {self.name(other)}" for other in range(count)]
             (NETNS / name).mkdir(parents=True, exist_ok=True)
             (NETNS / name / "hosts").write_text("\n".join(lines) + "\n")
 
@@ -108,17 +102,6 @@ class Hosts(contextlib.AbstractContextManager):
         enter = ["ip", "netns", "exec", self.name(host), "unshare", "--uts"]
         rename = ["sh", "-c", 'hostname "$0" && exec "$@"', self.name(host)]
         return [*enter, *rename, "env", *unset, *settings, *map(str, argv)]
-
-    def exported(self, rank: int) -> dict[str, object]:
-        """What a scheduler exports for a job of one process on each host: torchrun's variables."""
-        env = {"RANK": rank, "WORLD_SIZE": self.count, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-        return env | {"MASTER_ADDR": self.address(0), "MASTER_PORT": 22225}
-
-    def shape(self, rate: str) -> None:
-        """Limit what each host can send, for instance to "100mbit"."""
-        tbf = ("root", "tbf", "rate", rate, "burst", "64k", "latency", "400ms")
-        for host in range(self.count):
-            run("tc", "-n", self.name(host), "qdisc", "replace", "dev", "eth0", *tbf)
 
     def __exit__(self, *error: object) -> None:
         """Kill what still runs on the hosts, and remove them."""
