@@ -56,7 +56,7 @@ def main():
                 correct += (model.module(inputs).argmax(dim=1) == targets).sum()
         dist.all_reduce(correct)
         if rank == 0:
-            print(f"epoch {epoch}: {correct:.0f} of {len(val_set)}")
+            print(f"epoch {epoch}: {correct:.0f} of {len(val_set)} correct")
             snapshot = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
             torch.save({**snapshot, "epoch": epoch + 1}, "snapshot.pt.tmp")
             os.replace("snapshot.pt.tmp", "snapshot.pt")  # a crash leaves the old or the new one

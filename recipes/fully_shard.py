@@ -105,7 +105,7 @@ def main():
         weights, momenta = get_state_dict(model, optimizer)  # this rank's shares
         dcp.save({"model": weights, "optimizer": momenta}, checkpoint_id=f"snapshot-{epoch + 1}")
         if rank == 0:
-            print(f"epoch {epoch}: {correct:.0f} of {len(val_set)}")
+            print(f"epoch {epoch}: {correct:.0f} of {len(val_set)} correct")
             shutil.rmtree(f"snapshot-{epoch}", ignore_errors=True)  # the new one is complete
 
     # All ranks gather the whole weights, and rank 0 gets them, in the memory of its CPU.

@@ -89,7 +89,7 @@ def main():
         sums = torch.stack((samples, correct))
         dist.all_reduce(sums)
         if rank == 0:
-            print(f"epoch {epoch}: {sums[1]:.0f} of {sums[0]:.0f}")
+            print(f"epoch {epoch}: {sums[1]:.0f} of {sums[0]:.0f} correct")
             torch.save(model.module.state_dict(), "model.pt")
 
 
