@@ -123,6 +123,15 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in slugs(target), link
 
 
+def test_the_messages_of_the_scripts_are_in_the_tables_of_errors():
+    pages = [README, *((ROOT / f"docs/{name}.md").read_text() for name in ("errors", "multinode"))]
+    messages = """samples: give one each|a restart may hang|was made with|saved within an epoch|
+    processes need as many devices|start it with torchrun|weights are NaN or infinite|train_size|
+    snapshot's epoch|snapshot's weights|on rank 0, and|: use torchrun with ddp_"""
+    for message in messages.replace("\n    ", "").split("|"):
+        assert message in "".join(pages) and message in CODE, message
+
+
 def test_the_chinese_page_has_the_same_code_links_and_numbers():
     """In each section, but in any order. It ends before "When it fails"."""
     found = []
