@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.files import difference, idx_files, load, same_bytes
-from helpers.jobs import ROOT, SPAWN2, TORCHRUN, Job, command, epochs
+from helpers.jobs import ROOT, TORCHRUN, Job, command, epochs
 from torch import nn
 
 found = torch.accelerator.current_accelerator(check_available=True)
@@ -214,17 +214,6 @@ def test_a_killed_rank_is_restarted(start, over, trained, tmp_path):
     over(since, "kill -9 of a rank, --max-restarts=1: until training goes on")
     job.finish()
     assert difference(load(tmp_path / "checkpoint.pt"), trained("ddp")[0]) < CLOSE
-
-
-@two_ranks
-def test_a_killed_rank_ends_the_others(start, over):
-    job = start(*SPAWN2, 999, "--log-interval", 1, **TWIN)
-    job.wait_for("Step 50 ")
-    os.kill(job.workers()[1], signal.SIGKILL)
-    since = time.monotonic()
-    text = job.finish(1)
-    over(since, "kill -9 of a rank of ddp_spawn.py: until the job is over", limit=10)
-    assert "\nerror: process 1 terminated with signal SIGKILL\n" in text
 
 
 if __name__ == "__main__":
