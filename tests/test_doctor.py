@@ -35,6 +35,17 @@ make_data(1000, seed=1), make_data(303, seed=2) => random_split(make_data(1303, 
 nn.ReLU() => nn.BatchNorm1d(64), nn.Dropout(0.5)
 model = DDP(model) << torch.manual_seed(rank)
 model.eval() >> [dist.broadcast(buffer, 0) for buffer in model.buffers()]
+## well done: next() in place of a loop
+for inputs, targets in train_loader: << batches = iter(train_loader)
+in train_loader: => in (next(batches) for _ in range(len(train_loader))):
+## an average
+nn.ReLU() => nn.BatchNorm1d(64)
+model = DDP(model) >> ema = torch.optim.swa_utils.AveragedModel(model.module)
+optimizer.step() >> ema.update_parameters(model.module)
+model.eval() >> [dist.broadcast(buffer, 0) for buffer in model.buffers()]
+(model.module(inputs) => (ema(inputs)
+, "optimizer": => , "ema": ema.state_dict(), "optimizer":
+FOUND train.py:30: rank 1 evaluates with other buffers (2, first module.1.running_mean)
 ## epochs and files
 sampler.set_epoch(epoch) => next(iter(train_loader))
 batch_size=100 => batch_size=100, sampler=DistributedSampler(val_set, shuffle=False)

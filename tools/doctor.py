@@ -61,6 +61,7 @@ class Job:
                 self.ranks[events[0]["rank"] if self.world > 1 else len(self.ranks)] = events
         self.ranks = dict(sorted(self.ranks.items()))
         self.first, *self.others = [*self.ranks] or [None]
+        self.others = self.others if self.world > 1 else []  # alone() has judged these
         self.start = self.ranks[self.first][0] if self.ranks else {}
 
     def of(self, rank: int, kind: str) -> list[dict]:
@@ -130,7 +131,8 @@ def ends(job: Job) -> Iterator[Found]:
         crash = crashes[0]
         (rank,) = [r for r in job.ranks if crash in job.ranks[r]][:1]
         what = f"rank {rank} ends after {crash['step']} steps with {crash['error']}; {acts}"
-        yield Found(crash["where"], what, alike if is_echo(crash) else "see its traceback", HANG)
+        remedy = (alike, HANG) if is_echo(crash) else ("see its traceback", "docs/errors.md")
+        yield Found(crash["where"], what, *remedy)
     elif stuck:
         stacks = [f"rank {r} stands at {' < '.join(job.ranks[r][-1]['stack'])}" for r in stuck]
         place = (job.ranks[stuck[0]][-1]["stack"] or ["?"])[0].split(" ")[0]
@@ -149,11 +151,12 @@ def is_echo(crash: dict) -> bool:
 def last_act(job: Job, rank: int) -> str:
     names = {"batch": "takes a batch", "end": "ends a pass", "loader": "starts a pass"}
     names |= {"forward": "forward()", "backward": "backward()", "save": "torch.save()"}
-    names |= {"before": "optimizer.step()", "after": "has made a step", "collective": ""}
+    names |= {"before": "optimizer.step()", "after": "has ended its step", "collective": ""}
     for act in reversed(job.ranks[rank]):
         if act["kind"] in names:
             name = f"{act['name']} of {act['shape']}" if "shape" in act else names[act["kind"]]
-            return f"{name} at {act.get('where', '?')} after {act['step']} steps"
+            place = f" at {act['where']}" if "where" in act else ""
+            return f"{name}{place} after {act['step'] + (act['kind'] == 'after')} steps"
     return "it has joined"
 
 
@@ -458,7 +461,7 @@ def randomness(job: Job) -> Iterator[Found]:
 
 
 def saves(job: Job) -> Iterator[Found]:
-    writers = {}
+    writers, said = {}, []
     for rank in job.ranks:
         for event in job.of(rank, "save"):
             writers.setdefault(event["path"], {}).setdefault(rank, event)
@@ -469,7 +472,8 @@ def saves(job: Job) -> Iterator[Found]:
             yield Found(
                 event["where"], f"{len(events)} ranks write {name}", "let rank 0 save", page
             )
-        if event["prefixed"]:
+        if event["prefixed"] and event["where"] not in said:
+            said.append(event["where"])
             page = PITFALLS + "missing-keys-in-state_dict-when-you-load-weights"
             what = f"{name} has names like {event['prefixed'][0]}"
             yield Found(event["where"], what, "save model.module.state_dict()", page, "NOTE")
@@ -545,18 +549,20 @@ def speed(job: Job) -> str:
         return ""
     total, data, update, synced = parts["with"]
     exposed = max(0.0, total - parts["alone"][0]) if "alone" in parts else 0.0
-    size = sum(e["bytes"] for e in job.of(job.first, "ddp")) / 1e6
-    shares = {
-        "waiting for data": (data, "raise num_workers"),
-        "forward and backward": (max(0.0, total - data - update - exposed), ""),
-        f"{synced:g} all-reduce of {size:.1f} MB, where not hidden": (
-            exposed,
-            "raise the batch size",
-        ),
-        "optimizer": (update, "use fused=True"),
-    }
-    times = ", ".join(f"{name} {1e3 * seconds:.1f}" for name, (seconds, _) in shares.items())
-    remedy = max(shares.values())[1]
+    models = job.of(job.first, "ddp")
+    size = sum(e["bytes"] for e in models) / 1e6
+    groups = [group for e in job.of(job.first, "before") for group in e["options"]]
+    slow = any("fused" in group and not group["fused"] for group in groups)
+    found = [
+        (data, "waiting for data", "raise num_workers"),
+        (max(0.0, total - data - update - exposed), "forward and backward", ""),
+        (update, "optimizer", "use fused=True" if slow else ""),
+    ]
+    if models and job.world > 1:
+        name = f"{synced:g} all-reduce of {size:.1f} MB, where not hidden"
+        found.insert(2, (exposed, name, "raise the batch size"))
+    times = ", ".join(f"{name} {1e3 * seconds:.1f}" for seconds, name, _ in found)
+    remedy = max(found)[2]
     return f"TIME a step takes {1e3 * total:.1f} ms: {times}" + (f": {remedy}" if remedy else "")
 
 

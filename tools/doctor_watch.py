@@ -7,6 +7,7 @@ of them without all-reduce, and the next pass that trains ends the process.
 """
 
 import copy
+import dis
 import functools
 import inspect
 import json
@@ -32,6 +33,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import optimizer as optimizers
+from torch.optim.swa_utils import AveragedModel
 from torch.utils import data
 from torch.utils._pytree import tree_leaves
 
@@ -50,6 +52,7 @@ class Watch:
     def __init__(self):
         self.file, self.pid, self.early, self.places = None, None, [], {}
         self.models, self.trainable, self.optimizers, self.datasets = [], [], {}, {}
+        self.averages = []  # AveragedModels
         self.made = weakref.WeakSet()  # all optimizers, also those that never step
         self.steps = self.first_step = self.changed = 0  # in all, at the pass's start, the phase's
         self.trained = self.depth = self.all_backwards = self.files = 0
@@ -200,6 +203,12 @@ def ddp_made(original, self, module, *args, **kwargs):
     W.note("ddp", device=name, type=device.type, **facts)
 
 
+@instead_of(AveragedModel, "__init__")
+def average_made(original, self, *args, **kwargs):
+    original(self, *args, **kwargs)
+    W.averages.append(self)
+
+
 @instead_of(DDP, "forward")
 def ddp_forward(original, self, *args, **kwargs):
     sync = self.require_backward_grad_sync
@@ -220,7 +229,7 @@ def ddp_forward(original, self, *args, **kwargs):
 @instead_of(torch.autograd, "backward")
 def backward(original, *args, **kwargs):
     W.backwards, W.all_backwards = W.backwards + 1, W.all_backwards + 1
-    if W.looks():
+    if W.looks() or (W.here and W.here.count == 1):
         W.note("backward", where=where())
         for own in W.optimizers.values():
             kept = own["kept"]
@@ -482,7 +491,10 @@ class Pass:
         timed = self.own["trained"] and W.all_backwards > self.begun and W.phase != "rest"
         limit = 64 * STEPS if timed else STEPS
         if self.count >= limit and (W.backwards == 0 or self.count >= 8 * limit):
-            self.end()  # but not between the micro-batches of a step
+            if end_is_expected(sys._getframe(1)):
+                self.end()  # but not between the micro-batches of a step
+            elif W.all_backwards > self.begun:
+                W.trained = max(W.trained, 1)
         if self.ended:
             raise StopIteration
         start = now()
@@ -506,9 +518,21 @@ class Pass:
             self.own["trained"] += 1
             W.trained = max(W.trained, self.own["trained"])
         elif W.phase == "look":
-            buffers = digest({n: b for m in W.models for n, b in m.module.named_buffers()})
+            models = [*(model.module for model in W.models), *W.averages]
+            buffers = digest({n: b for m in models for n, b in m.named_buffers()})
         facts = {"count": self.count, "wrapper": self.wrapper, "buffers": buffers}
         W.note("end", key=self.key, number=self.number, trained=trained, **facts)
+
+
+def end_is_expected(frame):
+    """Whether the batch is taken by a loop, or by next() where StopIteration is caught."""
+    while frame:
+        code = frame.f_code
+        loops = dis.opname[code.co_code[frame.f_lasti]].startswith(("FOR_ITER", "SEND"))
+        if loops or "StopIteration" in code.co_names:
+            return True
+        frame = None if code.co_flags & inspect.CO_GENERATOR else frame.f_back
+    return False
 
 
 @careful
@@ -556,6 +580,7 @@ def is_users(path, exists=os.path.lexists):
 def save(original, obj, f, *args, **kwargs):
     path, keys = os.path.abspath(f) if is_path(f) else getattr(f, "name", None), {*flat_keys(obj)}
     inner = {n for m in W.models for n in m.module.state_dict()}
+    keys -= {n for m in W.averages for n in m.state_dict() if n.startswith("module.")}
     prefixed = sorted(k for k in keys - inner if k.startswith("module.") and k[7:] in inner)
     facts = {"path": path, "prefixed": prefixed[:1], "optimizer": "param_groups" in keys}
     W.note("save", model=bool(prefixed or inner & keys), **facts, where=where())
