@@ -97,6 +97,14 @@ class Job:
             numbers.frombytes((self.folder / event[name]).read_bytes())
         return numbers.tolist()
 
+    def common_rows(self, loader: dict) -> set:
+        """Samples of the first batches that the first rank and another one get."""
+        here, rows = (loader["key"], loader["number"]), {}
+        for rank in self.ranks:
+            batches = [e for e in self.of(rank, "batch") if (e["key"], e["number"]) == here]
+            rows[rank] = {row for e in batches for row in e["rows"]}
+        return rows[self.first] & set().union(*(rows[rank] for rank in self.others))
+
     def same_rows(self, kind: str, **name: object) -> bool:
         """Whether a rank gets the same batches as the first one."""
         rows = {}
@@ -130,7 +138,9 @@ def ends(job: Job) -> Iterator[Found]:
     if crashes and job.status:
         crash = crashes[0]
         (rank,) = [r for r in job.ranks if crash in job.ranks[r]][:1]
-        what = f"rank {rank} ends after {crash['step']} steps with {crash['error']}; {acts}"
+        what = (
+            f"rank {rank} ends after {crash['step']} steps; {acts}; the error is {crash['error']}"
+        )
         remedy = (alike, HANG) if is_echo(crash) else ("see its traceback", "docs/errors.md")
         yield Found(crash["where"], what, *remedy)
     elif stuck:
@@ -215,6 +225,9 @@ def shares(job: Job) -> Iterator[Found]:
             yield Found(place, what, "use sampler=DistributedSampler(dataset)", SHUFFLE)
         elif job.same_rows("batch", key=event["key"], number=event["number"]):
             yield Found(place, "the ranks get the same batches", "give each its share", SHUFFLE)
+        elif not seen and len(common := job.common_rows(event)) > job.world:
+            what = f"{len(common)} of the first samples are on more than one rank"
+            yield Found(place, what, "give each its share, unless it is meant", SHUFFLE, "NOTE")
         elif missing and len(there) - len(seen) > job.world + rest:
             what = f"an epoch has only {len(seen)} of {len(there)} samples"
             yield Found(place, what, "shard the data once", DATA)
@@ -234,11 +247,13 @@ def order(job: Job) -> Iterator[Found]:
     for events in passes.values():
         first, place = events[0], events[0]["place"]
         one, *others = (job.numbers(e, "drawn") for e in events[:2])
-        shuffled = first["distributed"] and first["shuffle"]
-        if [one] == others and shuffled and len({*one}) > 3:
+        if [one] == others and len({*one}) > 3 and job.others:
             what = f"two epochs have the same order of {len(one)} samples"
             page = PITFALLS + "every-epoch-has-the-same-order"
-            yield Found(place, what, "call sampler.set_epoch(epoch) in each epoch", page)
+            if first["distributed"] and first["shuffle"]:
+                yield Found(place, what, "call sampler.set_epoch(epoch) in each epoch", page)
+            else:
+                yield Found(place, what, "shuffle them in each epoch", page, "NOTE")
         starts = [e for e in job.of(job.first, "loader") if e["key"] == first["key"]]
         if len(starts) >= 2 * len(events) > 2:
             what = f"the loader is started {len(starts)} times for {len(events)} epochs"
@@ -281,7 +296,7 @@ def evaluation(job: Job) -> Iterator[Found]:
             what = f"{event['sampler']} counts {event['padded']} of {event['size']} samples twice"
             page = PITFALLS + "accuracy-depends-on-the-number-of-processes"
             yield Found(place, what, "take range(rank, n, world_size)", page)
-        split = event["distributed"] and any(numbers != own for numbers in mine.values())
+        split = any(a != b and a & b for a, b in combinations(mine.values(), 2))
         if "drawn" in event and left and not split and len(job.ranks) == job.world:
             what = f"the evaluation leaves out {len(left)} of {len(own)} samples"
             yield Found(place, what, "evaluate without drop_last, and on all ranks", DATA)
@@ -301,9 +316,11 @@ def evaluation(job: Job) -> Iterator[Found]:
 def buffers(job: Job) -> Iterator[Found]:
     for rank, one, two in job.pairs("end"):
         if one["key"] == two["key"] and (names := differing(one["buffers"], two["buffers"])):
-            what = f"rank {rank} evaluates with other buffers ({len(names)}, first {names[0]})"
+            what = f"rank {rank} evaluates with other weights or buffers"
+            what += f" ({len(names)}, first {names[0]})"
             page = PITFALLS + "the-ranks-evaluate-with-different-buffers"
-            yield Found(one["key"].split("#")[0], what, "broadcast rank 0's before", page)
+            remedy = "update them on all ranks, and broadcast rank 0's before"
+            yield Found(one["key"].split("#")[0], what, remedy, page)
             return
 
 
@@ -360,7 +377,7 @@ def reason(event: dict, name: str) -> tuple[str, str, str]:
         return "DDP does not have the parameter", "put it into the module that DDP wraps", WEIGHTS
     if name in event["late"]:
         page = PITFALLS + "an-unfrozen-layer-differs-between-the-ranks"
-        return "it was frozen when DDP was made", "call DDP() again after unfreezing", page
+        return f"{name} was frozen when DDP was made", "call DDP() again after unfreezing", page
     if not forwards:
         return "forward() did not go through DDP", "call model(x), not model.module(x)", WEIGHTS
     if not synced:
@@ -388,6 +405,17 @@ def learning(job: Job) -> Iterator[Found]:
         if len(stale := [e for e in events if e["stale"]]) > 2:
             what = f"{len(stale)} of {len(events)} steps add to the gradients of the step before"
             yield Found(place, what, "call optimizer.zero_grad() in each step", WEIGHTS)
+        norms = [{n: norm for n, (_, norm) in e["grads"].items()} for e in events]
+        idle = [
+            {*e["idle"]} | {n for n in own if not own[n]}
+            for e, own in zip(events, norms, strict=True)
+        ]
+        idle = sorted(set.intersection(*idle))
+        if 0 < len(idle) < len(events[0]["grads"]) + len(events[0]["idle"]) and len(events) > 2:
+            what = (
+                f"{len(idle)} parameters get no gradient in {len(events)} steps (first {idle[0]})"
+            )
+            yield Found(place, what, "freeze them, or let the loss depend on them", WEIGHTS, "NOTE")
         if asleep := [e for e in events if e["asleep"]]:
             what = f"step {asleep[0]['step']} is taken in eval mode"
             yield Found(place, what, "call model.train() after each evaluation", WEIGHTS)
@@ -519,6 +547,10 @@ def machine(job: Job) -> Iterator[Found]:
 def limits(job: Job) -> Iterator[Found]:
     """What was not judged."""
     epochs = job.passes(job.first, trains=True)
+    for event in [e for e in epochs if "length" in e and "drawn" not in e and e["number"] < 2][:1]:
+        what = f"only the first batches are compared, because torch has no {event['sampler']}"
+        remedy = "check yourself that the ranks share out an epoch"
+        yield Found(event["place"], what, remedy, LIMITS, "NOTE")
     if any(e["sharded"] for e in job.all("before")):
         what = "fully_shard's shards are not compared"
         remedy = "compare the loss with that of one process"
@@ -535,6 +567,13 @@ def limits(job: Job) -> Iterator[Found]:
 
 CHECKS = [ends, alone, steps, shares, inputs, order, meaning, evaluation, buffers, settings]
 CHECKS += [weights, learning, losses, accumulation, randomness, saves, machine, limits]
+
+
+def judge(job: Job) -> list[Found]:
+    """What all checks find. A rank that takes no step explains what some others would find."""
+    skips = [*steps(job)]
+    checks = [c for c in CHECKS if not skips or c not in (ends, weights, accumulation)]
+    return [*dict.fromkeys(finding for check in checks for finding in check(job))]
 
 
 def speed(job: Job) -> str:
@@ -618,7 +657,7 @@ def main() -> int:
             text = f"error: it ends with status {status}, and no process has trained"
             print(text, file=sys.stderr)
             return 2
-        found = [*dict.fromkeys(finding for check in CHECKS for finding in check(job))]
+        found = judge(job)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     count = sum(finding.label == "FOUND" for finding in found)

@@ -186,6 +186,24 @@ def checksums(states):
     return {name: zlib.crc32(repr(state).encode()) for name, state in lists.items()}
 
 
+def own_generators():
+    """The states of generators that data sets have as attributes."""
+    found = {}
+    for number, dataset in W.datasets.values():
+        for name, value in getattr(dataset, "__dict__", {}).items():
+            if isinstance(value, torch.Generator):
+                value = value.get_state().tolist()
+            elif hasattr(value, "bit_generator"):
+                value = value.bit_generator.state
+            elif isinstance(value, random.Random):
+                value = value.getstate()
+            else:
+                continue
+            key = f"{type(dataset).__name__}.{name}" + (f" ({number})" if number else "")
+            found[key] = zlib.crc32(repr(value).encode())
+    return found
+
+
 # --- models, backward passes, losses
 @instead_of(DDP, "__init__")
 def ddp_made(original, self, module, *args, **kwargs):
@@ -310,7 +328,7 @@ def named(optimizer):
 
 def before(optimizer):
     W.begin(int(os.environ.get("RANK", 0)), 1)  # a program without a process group
-    fresh = {"number": len(W.optimizers), "kept": None, "zeroed": True}
+    fresh = {"number": len(W.optimizers), "kept": None, "zeroed": True, "backwards": 0}
     own = W.optimizers.setdefault(id(optimizer), fresh)
     if W.looks():
         note_before(optimizer, own)
@@ -327,6 +345,7 @@ def note_before(optimizer, own):
     optimized = {id(p) for o in W.made for g in o.param_groups for p in g["params"]}
     both = [m.module for m in W.models if {*map(id, m.module.parameters())} & optimized]
     asleep = [layer for m in both if not m.training for layer in m.modules()]
+    more = W.all_backwards > own["backwards"]  # since this optimizer's last step
     kept, scale = own["kept"], W.scaler.get_scale() if W.scaler is not None else 1.0
     facts = {
         "optimizer": own["number"],
@@ -336,13 +355,14 @@ def note_before(optimizer, own):
         "scale": scale,
         "sharded": len(plain) < len(names),
         "late": [n for n, p in graded.items() if id(p) in inside - trainable],
+        "idle": [n for n, p in plain.items() if p.requires_grad and p.grad is None],
         "outside": [n for n, p in graded.items() if id(p) not in inside],
         "lost": [n for n, p in wrapped.items() if p.grad is not None and id(p) not in optimized],
         "asleep": any(isinstance(layer, MODAL) for layer in asleep),
-        "stale": kept is not None and kept.grad is not None and not own["zeroed"] and W.backwards,
+        "stale": bool(more and kept is not None and kept.grad is not None and not own["zeroed"]),
         "incoming": [float(grad.sum()) / scale for grad in W.incoming],
         "counts": [W.forwards, W.synced, W.backwards, W.batches],
-        "states": checksums(random_states()),
+        "states": checksums(random_states()) | own_generators(),
         "threads": torch.get_num_threads(),
     }
     W.note("before", **facts, where=where())
@@ -381,6 +401,7 @@ def note_after(optimizer, own):
     plain = {n: p for n, p in named(optimizer).items() if type(p.data).__name__ != "DTensor"}
     W.note("after", optimizer=own["number"], weights=digest(plain))
     graded = (p for p in plain.values() if p.grad is not None and not p.grad.is_sparse)
+    own["backwards"] = W.all_backwards
     own["kept"], own["zeroed"] = next((p for p in graded if p.grad.any()), None), False
 
 
@@ -418,7 +439,7 @@ class Pass:
     def __init__(self, loader, own, iterator):
         self.own, self.key, self.number = own, own["key"], own["passes"]
         self.iterator, self.count, self.begun = iterator, 0, W.all_backwards
-        self.ended, self.wrapper, self.size, self.total = False, False, loader.batch_size, None
+        self.ended, self.wrapper, self.size, self.total = False, False, None, None
         own["passes"] += 1
         W.first_step = W.steps
         facts = {"key": self.key, "number": self.number, "place": self.key.split("#")[0]}
@@ -426,7 +447,9 @@ class Pass:
 
     @careful
     def facts(self, loader):
-        sampler, dataset, maps = loader.sampler, loader.dataset, []
+        batches, sampler, dataset, maps = loader.batch_sampler, loader.sampler, loader.dataset, []
+        if type(batches) is data.BatchSampler:  # which may be the user's, around his own sampler
+            sampler, self.size = batches.sampler, batches.batch_size
         while isinstance(dataset, data.Subset):
             maps.append(dataset.indices)
             dataset = dataset.dataset
@@ -443,8 +466,8 @@ class Pass:
             "shuffle": bool(getattr(sampler, "shuffle", False)),
             "random": random or getattr(sampler, "replacement", False),
             "padded": max(0, padded),
-            "whole": loader.drop_last or getattr(sampler, "drop_last", False),
-            "batch": loader.batch_size,
+            "whole": getattr(batches, "drop_last", False) or getattr(sampler, "drop_last", False),
+            "batch": self.size,
             "workers": loader.num_workers,
             "seed": getattr(self.iterator, "_base_seed", None),
             "reseeds": any("seed" in name for name in called),
@@ -453,23 +476,24 @@ class Pass:
             facts["length"] = len(loader)
             facts |= (probe(dataset) or {}) if self.number == 0 else {}
             if len(dataset) < 5_000_000 and self.own["trained"] < 2 and self.number < 8:
-                facts |= self.listed(loader, maps)
+                facts |= self.listed(loader, sampler, maps)
         return facts
 
-    def listed(self, loader, maps):
+    def listed(self, loader, sampler, maps):
         """Write the numbers of all samples into files: of the data, and of the whole pass."""
         plain = data.SequentialSampler, data.RandomSampler, data.DistributedSampler
         plain += (data.SubsetRandomSampler, data.WeightedRandomSampler, list, tuple, range)
-        known = type(loader.sampler).__iter__ in [kind.__iter__ for kind in plain]
+        known = type(sampler).__iter__ in [kind.__iter__ for kind in plain]
         if type(loader.batch_sampler) is not data.BatchSampler or not known:
             return {}  # to iterate over any other one might change it
-        generator = getattr(loader.sampler, "generator", None)
+        whole = loader.batch_sampler.drop_last
+        generator = getattr(sampler, "generator", None)
         state = generator.get_state() if generator is not None else None
-        drawn = [*loader.sampler]
+        drawn = [*sampler]
         if generator is not None:
             generator.set_state(state)
         self.total, W.files = len(drawn), W.files + 1
-        drawn = drawn[: self.total // self.size * self.size] if loader.drop_last else drawn
+        drawn = drawn[: self.total // self.size * self.size] if whole else drawn
         found = {}
         for name, numbers in (("own", range(len(loader.dataset))), ("drawn", drawn)):
             for indices in maps:
@@ -518,8 +542,9 @@ class Pass:
             self.own["trained"] += 1
             W.trained = max(W.trained, self.own["trained"])
         elif W.phase == "look":
+            kept = {n: p for m in W.averages for n, p in m.named_parameters()}
             models = [*(model.module for model in W.models), *W.averages]
-            buffers = digest({n: b for m in models for n, b in m.named_buffers()})
+            buffers = digest(kept | {n: b for m in models for n, b in m.named_buffers()})
         facts = {"count": self.count, "wrapper": self.wrapper, "buffers": buffers}
         W.note("end", key=self.key, number=self.number, trained=trained, **facts)
 
@@ -578,11 +603,15 @@ def is_users(path, exists=os.path.lexists):
 
 @instead_of(torch, "save")
 def save(original, obj, f, *args, **kwargs):
-    path, keys = os.path.abspath(f) if is_path(f) else getattr(f, "name", None), {*flat_keys(obj)}
+    path, parts = os.path.abspath(f) if is_path(f) else getattr(f, "name", None), [*dicts(obj)]
+    keys = {str(key) for part in parts for key in part}
+    states = [bool(part.get("state")) for part in parts if "param_groups" in part]
+    stateless = not any(optimizer.state for optimizer in W.made)
     inner = {n for m in W.models for n in m.module.state_dict()}
     keys -= {n for m in W.averages for n in m.state_dict() if n.startswith("module.")}
     prefixed = sorted(k for k in keys - inner if k.startswith("module.") and k[7:] in inner)
-    facts = {"path": path, "prefixed": prefixed[:1], "optimizer": "param_groups" in keys}
+    complete = any(states) or (bool(states) and stateless)
+    facts = {"path": path, "prefixed": prefixed[:1], "optimizer": complete}
     W.note("save", model=bool(prefixed or inner & keys), **facts, where=where())
     return original(obj, f if KEEP or not is_path(f) else instead(f), *args, **kwargs)
 
@@ -612,12 +641,13 @@ if not KEEP:
     instead_of(os.path, "exists", "isfile", "getsize")(act_on_files)
 
 
-def flat_keys(obj, depth=4):
-    for key, value in obj.items() if isinstance(obj, dict) else ():
-        yield str(key)
-        yield from flat_keys(value, depth - 1) if depth else ()
-    for value in obj if isinstance(obj, list) else ():
-        yield from flat_keys(value, depth - 1) if depth else ()
+def dicts(obj, depth=4):
+    """The dicts in an object that is saved, itself included."""
+    if isinstance(obj, dict):
+        yield obj
+    inner = [*obj.values()] if isinstance(obj, dict) else obj if isinstance(obj, list) else []
+    for value in inner if depth else ():
+        yield from dicts(value, depth - 1)
 
 
 # --- how a process begins and ends
@@ -640,9 +670,13 @@ for module in (dist, dist.distributed_c10d):
 
 
 def crashed(error):
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not foreign(f.filename)]
+    frames = traceback.extract_tb(error.__traceback__)
+    if os.path.basename(frames[-1].filename) == "doctor_watch.py":
+        W.note("failed", name=frames[-1].name, error=f"{type(error).__name__}: {error}")
+    frames = [f for f in frames if not foreign(f.filename)]
     place = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else "?"
-    W.note("crash", error=f"{type(error).__name__}: {error}"[:200], where=place)
+    text = re.sub(r"^\[\S*gloo\S* ", "", str(error))  # a path
+    W.note("crash", error=f"{type(error).__name__}: {text}"[:160], where=place)
 
 
 @instead_of(sys, "excepthook")
