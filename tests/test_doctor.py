@@ -76,7 +76,7 @@ model = DDP(model) << model.register_parameter("idle", nn.Parameter(torch.ones(2
 model = DDP(model) >> old, optimizer = optimizer, torch.optim.AdamW(model.parameters())
 DDP(model) => DDP(model, find_unused_parameters=True)
 optimizer.state_dict() => old.state_dict()
-NOTE train.py:52: 1 parameters get no gradient in
+NOTE train.py:52: no gradient reaches 1 parameter in
 NOTE train.py:63: no snapshot has the optimizer's state
 ## epochs and files
 sampler.set_epoch(epoch) => next(iter(train_loader))
@@ -135,7 +135,7 @@ the gradients of ranks 0 and 1 differ, because forward() did not go through DDP
 (i + 1) % 4 == 0 => i % 4 == 0
 targets) / 4) => targets))
 contextlib.nullcontext() if last else model.no_sync() => contextlib.nullcontext()
-FOUND train.py:50: the first step has 1 micro-batches, the others have 4
+FOUND train.py:50: the first step comes after 1 of 4 micro-batches
 FOUND train.py:50: the losses of 4 micro-batches are added, so gradients are 4 times too large
 FOUND train.py:50: there are 4 all-reduces in each step
 ## unequal
@@ -169,7 +169,7 @@ step 1 gives ranks 0 and 1 other weights, with the same gradients (1 of 4, first
 ## other parameters
 model.parameters(), lr => [p.detach().clone() for p in model.parameters()], lr
 12 steps change no weight, because the optimizer's parameters have no gradient
-4 parameters have gradients and are in no optimizer (first 0.bias)
+no optimizer has 4 parameters with a gradient (first 0.bias)
 ## one class
 nn.Linear(64, 2) => nn.Linear(64, 1)
 > 0) => > 99)

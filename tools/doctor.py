@@ -124,6 +124,10 @@ def read(file: Path) -> list[dict]:
     return events
 
 
+def some(things: list, noun: str) -> str:
+    return f"{len(things)} {noun}{'s' * (len(things) != 1)}"
+
+
 def differing(one: dict, two: dict) -> list[str]:
     return [name for name in one if name in two and one[name] != two[name]]
 
@@ -405,22 +409,17 @@ def learning(job: Job) -> Iterator[Found]:
         if len(stale := [e for e in events if e["stale"]]) > 2:
             what = f"{len(stale)} of {len(events)} steps add to the gradients of the step before"
             yield Found(place, what, "call optimizer.zero_grad() in each step", WEIGHTS)
-        norms = [{n: norm for n, (_, norm) in e["grads"].items()} for e in events]
-        idle = [
-            {*e["idle"]} | {n for n in own if not own[n]}
-            for e, own in zip(events, norms, strict=True)
-        ]
+        idle = [{*e["idle"]} | {n for n, g in e["grads"].items() if not g[1]} for e in events]
         idle = sorted(set.intersection(*idle))
         if 0 < len(idle) < len(events[0]["grads"]) + len(events[0]["idle"]) and len(events) > 2:
-            what = (
-                f"{len(idle)} parameters get no gradient in {len(events)} steps (first {idle[0]})"
-            )
+            what = f"no gradient reaches {some(idle, 'parameter')} in {len(events)} steps"
+            what += f" (first {idle[0]})"
             yield Found(place, what, "freeze them, or let the loss depend on them", WEIGHTS, "NOTE")
         if asleep := [e for e in events if e["asleep"]]:
             what = f"step {asleep[0]['step']} is taken in eval mode"
             yield Found(place, what, "call model.train() after each evaluation", WEIGHTS)
     if len(every) > 1 and (lost := sorted({*every[-1]["lost"]} & {*every[-2]["lost"]})):
-        what = f"{len(lost)} parameters have gradients and are in no optimizer (first {lost[0]})"
+        what = f"no optimizer has {some(lost, 'parameter')} with a gradient (first {lost[0]})"
         yield Found(every[0]["where"], what, "give them to it, or freeze them", WEIGHTS)
 
 
@@ -453,7 +452,7 @@ def accumulation(job: Job) -> Iterator[Found]:
     place, first = events[0]["where"], events[0]["counts"][2]
     _, synced, count, batches = events[1]["counts"]
     if 0 < first < count == events[2]["counts"][2]:
-        what = f"the first step has {first} micro-batches, the others have {count}"
+        what = f"the first step comes after {first} of {count} micro-batches"
         yield Found(place, what, f"step if (i + 1) % {count} == 0", EARLY)
     if 1 < count == batches:
         if events[1]["incoming"] == [1] * count:
