@@ -457,14 +457,14 @@ class Pass:
         init = getattr(loader.worker_init_fn, "func", loader.worker_init_fn)
         called = getattr(getattr(init, "__code__", None), "co_names", ())
         padded = getattr(sampler, "total_size", 0) - len(getattr(sampler, "dataset", ()))
-        random = isinstance(sampler, data.WeightedRandomSampler)
+        weighted = isinstance(sampler, data.WeightedRandomSampler)
         facts = {
             "dataset": W.datasets.setdefault(id(dataset), (len(W.datasets), dataset))[0],
             "size": len(dataset) if sized else None,
             "sampler": type(sampler).__name__,
             "distributed": isinstance(sampler, data.DistributedSampler),
             "shuffle": bool(getattr(sampler, "shuffle", False)),
-            "random": random or getattr(sampler, "replacement", False),
+            "random": weighted or getattr(sampler, "replacement", False),
             "padded": max(0, padded),
             "whole": getattr(batches, "drop_last", False) or getattr(sampler, "drop_last", False),
             "batch": self.size,
@@ -666,13 +666,15 @@ for module in (dist, dist.distributed_c10d):
     instead_of(module, "init_process_group")(group_made)
     names = "all_reduce reduce broadcast all_gather all_gather_object all_gather_into_tensor"
     names += " barrier gather gather_object broadcast_object_list reduce_scatter_tensor scatter"
+    names += " all_to_all"
     instead_of(module, *names.split())(collective)
 
 
 def crashed(error):
     frames = traceback.extract_tb(error.__traceback__)
-    if os.path.basename(frames[-1].filename) == "doctor_watch.py":
-        W.note("failed", name=frames[-1].name, error=f"{type(error).__name__}: {error}")
+    for frame in frames[-1:]:  # the user's own call may also fail there, in original()
+        if frame.filename == __file__ and "original(" not in frame.line:
+            W.note("failed", name=frame.name, error=f"{type(error).__name__}: {error}")
     frames = [f for f in frames if not foreign(f.filename)]
     place = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else "?"
     text = re.sub(r"^\[\S*gloo\S* ", "", str(error))  # a path
