@@ -2,14 +2,12 @@
 
 import json
 import re
-import shutil
 import sys
 
 import in_turn
 import pytest
 import report
 import run as harness
-from helpers.hosts import require
 from helpers.jobs import ROOT
 
 
@@ -40,9 +38,12 @@ def test_the_committed_page_is_that_of_the_committed_figures():
     assert {case.key for case in harness.all_cases()} <= {r["case"] for r in result["records"]}
 
 
-@pytest.mark.slow("an epoch of each contestant, of which one is compiled")
-def test_gpu_measures_each_contestant_as_far_as_a_cpu_goes(run):
-    require(None if shutil.which("g++") else "no C++ compiler")
-    text = run("tools/gpu.py", "--rehearse", "--part", 2, "--before", ROOT)
-    for name in (in_turn.OURS, f"{in_turn.OURS} --compile", f"{in_turn.OURS} before"):
-        assert re.search(rf"^\| {re.escape(name)} \| [\d.]+ ", text, re.M), text
+@pytest.mark.slow("a small job of each part")
+def test_gpu_rehearses_all_its_parts_on_a_cpu(run):
+    text = run("tools/gpu.py", "--rehearse", "--before", ROOT)
+    assert re.search(r"^\| an exception in one rank: .* \| [\d.]+ \|$", text, re.M), text
+    steps, scaling, doctor = text.split("### Part ")[2:]
+    for name in (in_turn.OURS, f"{in_turn.OURS} --compile", f"{in_turn.OURS}, before"):
+        assert re.search(rf"^\| {re.escape(name)} \| [\d.]+ ", steps, re.M), text
+    assert len(re.findall(r"^\| [12] \| [1-9]\d* \|.*\| [1-9]\d* \|$", scaling, re.M)) == 4, text
+    assert doctor.count("| 0 found |") == 2, text

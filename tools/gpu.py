@@ -1,18 +1,23 @@
 """For whoever has a machine with GPUs: one command, and one report to paste into an issue.
 
-    python tools/gpu.py > report.md         all parts, a quarter of an hour on one GPU
-    python tools/gpu.py --part 2 3          these, each up to 8 minutes; --help lists them
+    python tools/gpu.py > report.md         all parts, about a quarter of an hour
+    python tools/gpu.py --part 2 3          these; --help lists them
     python tools/gpu.py --before DIR        also an older version of the scripts: a clone of it
-    python tools/gpu.py --rehearse          with little data, also on a CPU: does it work?
+    python tools/gpu.py --rehearse          does it work? With tiny networks, also on a CPU
 
 The report goes to stdout. What happens meanwhile goes to stderr. The status is 1 where something
 failed. It needs Linux and `pip install '.[bench,test]'`, and downloads nothing.
 """
 
 import argparse
-import functools
 import json
+import math
+import os
+import re
+import shutil
 import signal
+import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -27,7 +32,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "tests")]
 import pytest  # noqa: E402
 import run as harness  # noqa: E402
 import torch  # noqa: E402
-from helpers.jobs import Job  # noqa: E402
+from helpers.jobs import ALONE, Job, command  # noqa: E402
 
 Section = tuple[list[str], bool]  # of the report: its lines, and whether all went well
 FAILURES = (Exception, pytest.fail.Exception)  # the latter of a Job that takes too long
@@ -38,14 +43,15 @@ def main() -> None:
     parts = ", ".join(f"{number}: {part[0]}" for number, part in PARTS.items())
     parser.add_argument("--part", type=int, nargs="+", choices=PARTS, help=f"these; {parts}")
     parser.add_argument("--before", type=Path, help="a clone of an older version, to run beside")
-    parser.add_argument("--seconds", type=float, default=420, help="of a part: then no new epochs")
-    parser.add_argument("--rehearse", action="store_true", help="little data, also on a CPU")
+    parser.add_argument("--rehearse", action="store_true", help="tiny networks, also on a CPU")
     args = parser.parse_args()
     found = torch.accelerator.current_accelerator(check_available=True)
     if not found and not args.rehearse:
         sys.exit(f"error: tools/gpu.py needs a GPU, and torch finds none here: {no_gpu()}")
     args.device = found.type if found else "cpu"
     args.count = torch.accelerator.device_count() if found else 2  # processes on a CPU
+    if args.rehearse:
+        os.environ["REHEARSE"] = "1"  # for the tests and networks.py
     for signum in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) is not signal.SIG_IGN:  # as nohup leaves SIGHUP
             signal.signal(signum, lambda *_: sys.exit("stopped"))  # and end the jobs on the way
@@ -54,7 +60,6 @@ def main() -> None:
     for number in args.part or PARTS:
         title, part = PARTS[number]
         start = time.monotonic()
-        args.until = start + args.seconds
         with tempfile.TemporaryDirectory() as folder:
             try:
                 lines, good = part(args, Path(folder))
@@ -84,11 +89,18 @@ def machine(args: argparse.Namespace) -> list[str]:
     if args.device == "cuda":
         rows["GPU"] = f"{args.count} x {rows['GPU']}"
         rows["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        pairs = [(one, other) for one in range(args.count) for other in range(args.count)]
+        pairs = [torch.cuda.can_device_access_peer(*pair) for pair in pairs if len({*pair}) == 2]
+        rows["Peer-to-peer"] = f"{sum(pairs)} of {len(pairs)} pairs of GPUs"
     if args.before:
         rows["Before"] = f"commit {harness.commit(args.before)}"
     rows["Command"] = f"python tools/gpu.py {' '.join(sys.argv[1:])}"
     lines = ["## Report of tools/gpu.py", "", "| | |", "| --- | --- |"]
-    return [*lines, *(f"| {name} | {value} |" for name, value in rows.items())]
+    lines += [f"| {name} | {value} |" for name, value in rows.items()]
+    if shutil.which("nvidia-smi"):  # NV18: 18 links of NVLink; PHB, NODE, SYS: through the host
+        topology = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True)
+        lines += ["", "```", *topology.stdout.split("\n\n")[0].splitlines(), "```"]
+    return lines
 
 
 def tests(args: argparse.Namespace, folder: Path) -> Section:
@@ -97,8 +109,8 @@ def tests(args: argparse.Namespace, folder: Path) -> Section:
     words += ["-m", "gpu", "-n", "0", "-q", "-rfEs"]
     words += ["-o", "junit_family=xunit1", f"--junitxml={folder}/tests.xml"]  # with properties
     words += [str(ROOT / "tests" / "test_gpu.py")]
-    env = {"TMPDIR": str(folder), "REHEARSE": "1" if args.rehearse else ""}
-    job = Job(words, folder, env)
+    words += ["-k", "exception"] if args.rehearse else []  # REHEARSE=1 pytest -m gpu runs them all
+    job = Job(words, folder, {"TMPDIR": str(folder)})
     text = job.finish(None, seconds=470)
     rows = ElementTree.parse(folder / "tests.xml").iter("property")
     lines = ["| fault | seconds |", "| --- | ---: |"]
@@ -106,48 +118,83 @@ def tests(args: argparse.Namespace, folder: Path) -> Section:
     return [*lines, "", "```", *text.strip().splitlines()[-20:], "```"], job.process.returncode == 0
 
 
-def compare(args: argparse.Namespace, _: Path, model: str, batch: int) -> Section:
+def steps(args: argparse.Namespace, _: Path) -> Section:
     import in_turn  # here, because it takes what the tests shall have
 
-    steps, batch = (3, 4) if args.rehearse else (in_turn.STEPS[model], batch)
-    compiles = model == "mlp" or not args.rehearse  # minutes on a CPU
-    found = in_turn.contestants(model, batch, steps, args.device, compiles, args.before)
-    seconds, errors = in_turn.measure(found, 1 if args.rehearse else 5, args.until)
-    lines = in_turn.table(found, seconds, steps, batch)
+    found = in_turn.contestants(args.device, args.before)
+    seconds, errors = in_turn.measure(found, 1 if args.rehearse else 5, time.monotonic() + 240)
+    batch, count = in_turn.BATCH["resnet50"], in_turn.STEPS
+    lines = ["| | ms a step | from | to | images/s | threads |", "| --- |" + " ---: |" * 5]
+    for name, runs in seconds.items():
+        if runs:
+            cells = [statistics.median(runs), min(runs), max(runs)]
+            cells = [f"{cell / count * 1e3:.1f}" for cell in cells]
+            cells += [f"{batch * count / statistics.median(runs):,.0f}", str(found[name].threads)]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
     epochs = min(map(len, (runs for name, runs in seconds.items() if name not in errors)))
-    lines.append(f"\nMedians of {epochs} or more epochs of {steps} steps.")
-    lines += [f"- {name}: `{error}`" for name, error in errors.items()]
-    return lines, not errors
+    lines.append(f"\nMedians of {epochs} or more epochs of {count} steps of {batch} images.")
+    return [*lines, *(f"- {name}: `{error}`" for name, error in errors.items())], not errors
 
 
-def scaling(args: argparse.Namespace, folder: Path, model: str, batch: int) -> Section:
-    """Weak: as many samples a device; strong: as many in all."""
-    lines = ["| devices | samples/s | of one's each | strong: faster |", "| ---: |" + " ---: |" * 3]
-    options = [model, "--batch-size", str(batch)]
-    if args.rehearse:
-        options, batch = [model, "--batch-size", "8", "--steps", "3", "--rounds", "1"], 8
-    first = {}
+def scaling(args: argparse.Namespace, folder: Path) -> Section:
+    """Weak: as many samples for each device as for one; strong: as many in all."""
+    heads = (
+        "| GPUs | samples/s | of one's each | in smaller batches: faster | compiled: samples/s |"
+    )
+    tables = {network: [heads, "| ---: |" + " ---: |" * 4] for network in ("resnet50", "gpt")}
+    first, failures = {}, []
     for count in (1, 2, 4, 8):
         if count > args.count:
             continue
         words = f"-m torch.distributed.run --standalone --nproc_per_node={count}".split()
         env = harness.CPU_ONLY if args.device == "cpu" else {}
-        job = Job([sys.executable, *words, str(HERE / "in_turn.py"), *options], folder, env)
-        text = job.finish(seconds=200)
-        found = json.loads(text.split("Seconds a step: ")[1].splitlines()[0])
-        first = first or found
-        rate, weak = count * batch / found["weak"], first["weak"] / found["weak"]
-        strong = first["strong"] / found["strong"]
-        lines.append(f"| {count} | {rate:,.0f} | {weak:.2f} | {strong:.2f} |")
-    return lines, True
+        job = Job([sys.executable, *words, str(HERE / "in_turn.py")], folder, env)
+        try:
+            text = job.finish(seconds=240)
+        except FAILURES as failure:  # the other counts go on
+            failures += ["", f"{count} failed:", "", "```", *str(failure).splitlines()[-30:], "```"]
+            continue
+        rates, *errors = text.split("Samples per second: ")[1].splitlines()
+        rates = json.loads(rates)
+        failures += [f"- {count}: `{error}`" for error in errors if error.startswith("(")]
+        first = first or {"count": count, **rates}
+        for network, lines in tables.items():
+            weak, strong, compiled = (
+                rates.get(f"{network} {kind}", math.nan) for kind in ("weak", "strong", "compiled")
+            )
+            each = weak / count / (first[f"{network} weak"] / first["count"])
+            faster = strong / first[f"{network} strong"]
+            lines.append(f"| {count} | {weak:,.0f} | {each:.2f} | {faster:.2f} | {compiled:,.0f} |")
+    lines = [line for network, rows in tables.items() for line in (f"\n{network}\n", *rows)]
+    return [*lines, *failures], not failures
+
+
+def doctor(args: argparse.Namespace, folder: Path) -> Section:
+    """It finds nothing in the five scripts, also here."""
+    together = f"torchrun --standalone --nproc_per_node={args.count} {ROOT}/ddp_torchrun.py"
+    commands = ["python single_gpu.py", together]
+    if not args.rehearse:
+        commands += ["python data_parallel.py", "python ddp_spawn.py"]
+        commands += [f"python multinode.py {' '.join(map(str, ALONE))}"]
+    lines, good = ["| command | last line | seconds |", "| --- | --- | ---: |"], True
+    for line in commands:
+        start = time.monotonic()
+        words = [sys.executable, str(HERE / "doctor.py"), *command(line)]
+        job = Job(words, folder, {})
+        text = job.finish(None, seconds=120)
+        found = re.findall("^FOUND .*", text, re.M)
+        last = text.strip().splitlines()[-1]
+        lines.append(f"| {line} | {last} | {time.monotonic() - start:.0f} |")
+        lines += [f"| | {one} | |" for one in found]
+        good = good and job.process.returncode == 0
+    return lines, good
 
 
 PARTS = {
     1: ("tests marked gpu, and faults", tests),
-    2: ("MLP, batches of 32", functools.partial(compare, model="mlp", batch=32)),
-    3: ("ResNet-18, batches of 256", functools.partial(compare, model="resnet18", batch=256)),
-    4: ("a small transformer, batches of 32", functools.partial(compare, model="vit", batch=32)),
-    5: ("ResNet-18 on more devices", functools.partial(scaling, model="resnet18", batch=256)),
+    2: ("a step of ResNet-50, one device", steps),
+    3: ("ResNet-50 and a GPT of 124 million weights on more devices", scaling),
+    4: ("what the doctor finds in the scripts", doctor),
 }
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""How long a step takes in the scripts, and in what you would write or run instead. All train in
-one process, an epoch each in turn. gpu.py makes a report of it.
+"""How long a step takes in the scripts, with and without what they do for speed, beside the
+tutorial's loop and the upper bound. All train in one process, an epoch each in turn.
 
-    torchrun --nproc_per_node=4 tools/in_turn.py resnet18      ddp_torchrun.py on all devices
+    torchrun --nproc_per_node=4 tools/in_turn.py      ddp_torchrun.py on all devices, both networks
 
-A program takes long to start, and a device is slower at times. In turn, that hits all of them.
+gpu.py makes a report of it. A program takes long to start, and a device is slower at times: taking
+turns, all are hit alike.
 """
 
-import argparse
 import contextlib
 import functools
 import importlib.util
@@ -26,31 +26,26 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-import peers  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
-import vit  # noqa: E402
+from networks import BATCH, NETWORKS, TINY, build, random_data  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: E402
-from torch.utils.data import DataLoader  # noqa: E402
-
-from common.data import ImageDataset  # noqa: E402
-from common.model import MODELS, build_model  # noqa: E402
+from torch.utils.data import DataLoader, Dataset  # noqa: E402
 
 CORES = torch.get_num_threads()
-OURS = "ddp_torchrun.py"
-SHAPES = {"mlp": (1, 28, 28), "resnet18": (3, 32, 32), "vit": (3, 32, 32)}
-STEPS = {"mlp": 200, "resnet18": 40, "vit": 40}  # of an epoch
+OURS = "ddp_torchrun.py --amp"
+STEPS = 1 if TINY else 20  # of an epoch
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 ALONE |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # as torchrun sets them for one process
 CHANGES = {  # what no script has an option for, while its main() runs
-    "without the bucket view": lambda module: mock.patch.object(
+    "without gradient_as_bucket_view": lambda module: mock.patch.object(
         module, "DDP", lambda model, **_: DDP(model)
     ),
     "without TF32": lambda _: mock.patch.object(torch, "set_float32_matmul_precision"),
     "channels_last": lambda module: mock.patch.object(
-        module, "build_model", lambda *how: build_model(*how).to(memory_format=torch.channels_last)
+        module, "build_model", lambda *how: build(*how).to(memory_format=torch.channels_last)
     ),
     "SGD(fused=True)": lambda _: mock.patch.object(
         torch.optim.SGD, "__init__", functools.partialmethod(torch.optim.SGD.__init__, fused=True)
@@ -79,12 +74,13 @@ def script(name: str, folder: Path = ROOT) -> ModuleType:
     spec.loader.exec_module(module)
     sys.path.pop(0)
     sys.modules.update(ours)
-    module.MODELS["vit"] = vit.ViT
+    module.MODELS.update(NETWORKS)
+    module.build_model = build
     module.log = module.save_snapshot = lambda *_, **__: None
     return module
 
 
-def contestant(module: ModuleType, data: ImageDataset, words: list, change: str = "") -> Contestant:
+def contestant(module: ModuleType, data: Dataset, words: list, change: str = "") -> Contestant:
     """The epochs of the model, loader and optimizer that the script's main() makes."""
     made, join = [], dist.init_process_group
     once = lambda *given, **more: dist.is_initialized() or join(*given, **more)  # noqa: E731
@@ -95,6 +91,7 @@ def contestant(module: ModuleType, data: ImageDataset, words: list, change: str 
         made.extend(given)
         raise Made
 
+    torch.set_num_threads(CORES)
     torch.set_float32_matmul_precision("highest")
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -124,73 +121,56 @@ def contestant(module: ModuleType, data: ImageDataset, words: list, change: str 
     return Contestant(epoch, torch.get_num_threads(), torch.get_float32_matmul_precision())
 
 
-def images(model: str, count: int) -> ImageDataset:
-    channels, size, _ = SHAPES[model]
-    generator = torch.Generator().manual_seed(0)
-    pixels = torch.randint(256, (count, channels, size, size), generator=generator)
-    targets = torch.randint(10, (count,), generator=generator)
-    return ImageDataset(pixels.byte(), targets, (0.5,) * channels, (0.3,) * channels)
+def loop(network: nn.Module, batches: Any, device: str, ddp: bool) -> Callable[[int], None]:
+    """The tutorial's, in bfloat16."""
+    network = DDP(network.to(device)) if ddp else network.to(device)
+    optimizer = torch.optim.SGD(network.parameters(), 0.01, 0.9)
 
-
-@mock.patch.dict(MODELS, vit=vit.ViT)
-def contestants(
-    model: str, batch: int, steps: int, device: str, compiles: bool, before: Path | None
-) -> dict[str, Contestant]:
-    """By name; ddp_torchrun.py first. `before` is a folder with an older version of the scripts."""
-    data, found = images(model, batch * steps), {}
-
-    def ours(name: str, module: ModuleType, *options: str, change: str = "") -> None:
-        torch.set_num_threads(CORES)
-        words = [name, "--batch-size", batch, "--model", model, "--device", device, *options]
-        label = ", ".join(filter(None, (" ".join((name, *options)), change)))
-        found[label] = contestant(module, data, words, change)
-
-    def loop(prepared: tuple, batches: Any) -> Callable[[int], None]:
-        network, optimizer, *more = prepared
-        batches, backward, _ = more or (batches, torch.Tensor.backward, True)
-
-        def epoch(_: int) -> None:
-            network.train()
-            for source, targets in batches:
-                source, targets = source.to(device), targets.to(device)
-                optimizer.zero_grad()
+    def epoch(_: int) -> None:
+        network.train()
+        for source, targets in batches:
+            source, targets = source.to(device), targets.to(device)
+            optimizer.zero_grad()
+            with torch.autocast(device, torch.bfloat16):
                 loss = F.cross_entropy(network(source), targets)
-                backward(loss)
-                optimizer.step()
+            loss.backward()
+            optimizer.step()
 
-        return epoch
+    return epoch
 
-    def plain(ddp: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
-        network = build_model(model, SHAPES[model]).to(device)
-        return DDP(network) if ddp else network, torch.optim.SGD(network.parameters(), 0.01, 0.9)
+
+def contestants(device: str, before: Path | None) -> dict[str, Contestant]:
+    """By name, with ResNet-50; `before` is a folder with an older version of the scripts."""
+    batch, found = BATCH["resnet50"], {}
+    data = random_data("resnet50", batch * STEPS)
+
+    def ours(name: str, module: ModuleType, change: str = "") -> None:
+        words = [*name.split(), "--batch-size", batch, "--model", "resnet50", "--device", device]
+        found[", ".join(filter(None, (name, change)))] = contestant(module, data, words, change)
 
     torchrun = script("ddp_torchrun")
     ours(OURS, torchrun)
-    ours("single_gpu.py", script("single_gpu"))
     if before:
-        for name in ("ddp_torchrun", "single_gpu"):
-            ours(f"{name}.py before", script(name, before.resolve()))
-    for option in ("--amp", *["--compile"] * compiles):
-        ours(OURS, torchrun, option)
-    for change in CHANGES:
-        if change != "channels_last" or model == "resnet18":
-            ours(OURS, torchrun, change=change)
+        older = script("ddp_torchrun", before.resolve())
+        ours(OURS, older)
+        found = {f"{OURS}, before": found.pop(OURS)}
+        ours(OURS, torchrun)
+    for change in ("without gradient_as_bucket_view", "SGD(fused=True)", "channels_last"):
+        ours(OURS, torchrun, change)
+    ours(f"{OURS} --compile", torchrun)
     for threads in (CORES, 8, 2, 1):
         if threads <= CORES:
-            single = found["single_gpu.py"]._replace(threads=threads)
-            found[f"single_gpu.py, threads: {threads}"] = single
-    # What you would write or run instead has all threads.
+            found[f"{OURS}, threads: {threads}"] = found[OURS]._replace(threads=threads)
+    ours("ddp_torchrun.py", torchrun)
+    ours("ddp_torchrun.py", torchrun, "without TF32")
+    ours("single_gpu.py", script("single_gpu"))
     loader = DataLoader(data, batch, shuffle=True, collate_fn=tuple, pin_memory=device != "cpu")
-    found["the tutorial's loop"] = Contestant(loop(plain(False), loader), CORES)
-    found["the tutorial's loop, DDP"] = Contestant(loop(plain(True), loader), CORES)
-    given = argparse.Namespace(device=device, model=model, image_shape=SHAPES[model])
-    vars(given).update(lr=0.01, momentum=0.9, seed=42, nproc_per_node=1)
-    for name, prepare in (("Fabric", peers.with_fabric), ("Accelerate", peers.with_accelerate)):
-        with contextlib.suppress(ImportError), mock.patch.dict(os.environ):
-            found[name] = Contestant(loop(prepare(given, loader), None), CORES)
+    tutorial = loop(build("resnet50"), loader, device, ddp=True)
+    found["the tutorial's loop in bfloat16, DDP"] = Contestant(tutorial, CORES)
     ready = [[part.to(device) for part in parts] for parts in loader]
     for name, ddp in (("no DDP", False), ("DDP", True)):
-        found[f"data on the device, {name}"] = Contestant(loop(plain(ddp), ready), min(4, CORES))
+        bound = loop(build("resnet50"), ready, device, ddp)
+        found[f"the same, data on the device, {name}"] = Contestant(bound, min(4, CORES))
     return found
 
 
@@ -222,38 +202,36 @@ def synchronize() -> None:
         torch.accelerator.synchronize()
 
 
-def table(found: dict[str, Contestant], seconds: dict, steps: int, batch: int) -> list[str]:
-    lines = ["| | ms a step | from | to | samples/s | threads |", "| --- |" + " ---: |" * 5]
-    for name, runs in seconds.items():
-        if runs:
-            cells = [statistics.median(runs), min(runs), max(runs)]
-            cells = [f"{cell / steps * 1e3:.2f}" for cell in cells]
-            cells += [f"{batch * steps / statistics.median(runs):,.0f}", str(found[name].threads)]
-            lines.append(f"| {name} | {' | '.join(cells)} |")
-    return lines
-
-
 def main() -> None:
-    """In each rank: the script's epochs with as many samples a rank, and with as many in all."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("model", choices=SHAPES)
-    parser.add_argument("--batch-size", type=int, default=256, help="of one device")
-    parser.add_argument("--steps", type=int, help="of an epoch")
-    parser.add_argument("--rounds", type=int, default=5)
-    args = parser.parse_args()
-    world_size, steps = int(os.environ["WORLD_SIZE"]), args.steps or STEPS[args.model]
-    module, found = script("ddp_torchrun"), {}
-    for name, each in (("weak", args.batch_size), ("strong", args.batch_size // world_size)):
-        data = images(args.model, each * world_size * steps)
-        words = [OURS, "--batch-size", each, "--model", args.model]
-        found[name] = contestant(module, data, words)
-    seconds, _ = measure(found, args.rounds)
-    result = {name: statistics.median(runs) / steps for name, runs in seconds.items()}
+    """In each rank: samples per second of all devices, by network and kind."""
+    world_size = int(os.environ["WORLD_SIZE"])
+    module, found, batches = script("ddp_torchrun"), {}, {}
+    for network, batch in BATCH.items():
+        # weak: as many samples for each device as on one device; strong: as many in all
+        for kind, each, *more in (
+            ("weak", batch),
+            ("strong", max(1, batch // world_size)),
+            ("compiled", batch, "--compile"),
+        ):
+            name = f"{network} {kind}"
+            data = random_data(network, each * world_size * STEPS)
+            words = [*OURS.split(), "--batch-size", each, "--model", network, *more]
+            found[name] = contestant(module, data, words)
+            batches[name] = each * world_size
+    seconds, errors = measure(found, 1 if TINY else 4)
+    rates = {
+        name: batches[name] * STEPS / statistics.median(runs)
+        for name, runs in seconds.items()
+        if runs
+    }
     if dist.get_rank() == 0:
-        print(f"Seconds a step: {json.dumps(result)}", flush=True)
+        print(f"Samples per second: {json.dumps(rates)}", *errors.items(), sep="\n", flush=True)
     del found
     dist.destroy_process_group()
 
+
+if TINY:  # inductor would compile for minutes on a CPU
+    torch.compile = functools.partial(torch.compile, backend="eager")
 
 if __name__ == "__main__":
     main()
