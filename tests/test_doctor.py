@@ -59,7 +59,7 @@ train_loader = << Own = type("Own", (SequentialSampler,), {"__iter__": lambda ow
 train_loader = << draw = lambda: torch.randperm(1000)[rank::2].tolist()
 train_loader = << torch.manual_seed(rank)
 of the first samples are on more than one rank: give each its share, unless it is meant
-NOTE train.py:31: only the first batches are compared, because torch has no Own
+NOTE train.py:31: only the first batches are compared, because Own is not torch's
 ## a list, a generator and two optimizers
 sampler=sampler => sampler=[*sampler]
 train_loader = << train_set.rng = random.Random(1)
@@ -174,6 +174,21 @@ no optimizer has 4 parameters with a gradient (first 0.bias)
 nn.Linear(64, 2) => nn.Linear(64, 1)
 > 0) => > 99)
 12 steps change no weight, because all gradients are 0
+## batches of one's own, and an evaluation
+batch_size=64 // world_size, sampler=sampler => batch_sampler=batches
+train_loader = << firsts = range(500 * rank, 500 * rank + 480, 30)
+train_loader = << batches = Batches(range(i, i + 20 + 5 * rank) for i in firsts)
+def main << Batches = type("Batches", (list,), {})
+def main << def noise(own, i): return own.tensors[0][i] + torch.randn(20), own.tensors[1][i]
+def main << Noisy = type("Noisy", (TensorDataset,), {"__getitem__": noise})
+make_data(303, seed=2) => Noisy(*make_data(303, seed=2).tensors)
+nn.ReLU() => nn.Dropout(0.5)
+dist.all_reduce(correct) => pass
+NOTE train.py:33: only the first batches are compared, because Batches is not torch's
+FOUND train.py:55: ranks 0 and 1 draw the same random numbers from torch
+FOUND train.py:52: the loss is divided by 20 on rank 0 and by 25 on rank 1
+NOTE train.py:35: samples of the evaluation are random (from torch)
+NOTE train.py:35: each rank evaluates a share of 303 samples, and keeps its result
 ## dropped samples
 sampler=sampler => sampler=sampler, collate_fn=some
 train_loader = << some = lambda batch: default_collate([s for s in batch if s[0][0] < 1.5])
@@ -195,6 +210,10 @@ FOUND train.py:30: the ranks evaluate [2, 1] batches, and communicate in each
 ## an error in a call that is watched
 optimizer.step() << if epoch and rank: os.remove("missing.pt")
 the error is FileNotFoundError: [Errno 2]
+## a refusal
+import os => import os, sys
+optimizer.step() << if epoch: sys.exit("error: mine")
+the error is mine: see its traceback
 ## an error
 optimizer.step() << assert epoch < 1 or rank == 0, "mine"
 the error is AssertionError: mine: see its traceback

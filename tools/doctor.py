@@ -300,6 +300,19 @@ def evaluation(job: Job) -> Iterator[Found]:
             what = f"{event['sampler']} counts {event['padded']} of {event['size']} samples twice"
             page = PITFALLS + "accuracy-depends-on-the-number-of-processes"
             yield Found(place, what, "take range(rank, n, world_size)", page)
+        if event.get("draws"):
+            what = f"samples of the evaluation are random (from {', '.join(event['draws'])})"
+            page = LOOP + "asides"
+            yield Found(place, what, "give it a data set without augmentation", page, "NOTE")
+        shared = not any(a & b for a, b in combinations(mine.values(), 2))
+        if job.others and len(mine) == len(job.ranks) and all(mine.values()) and shared:
+            later = [e["kind"] for e in job.ranks[rank] if e["time"] > event["time"]]
+            later = [kind for kind in later if kind in ("collective", "before", "stop")]
+            if later and later[0] != "collective":
+                what = f"each rank evaluates a share of {len(own)} samples, and keeps its result"
+                remedy = "add up with all_reduce(), if a number of all samples is meant"
+                page = LOOP + "4-evaluate-each-sample-once"
+                yield Found(place, what, remedy, page, "NOTE")
         split = any(a != b and a & b for a, b in combinations(mine.values(), 2))
         if "drawn" in event and left and not split and len(job.ranks) == job.world:
             what = f"the evaluation leaves out {len(left)} of {len(own)} samples"
@@ -370,7 +383,8 @@ def weights(job: Job) -> Iterator[Found]:
 
 
 def told(what, one, two, names, event, remedy, page) -> Found:
-    norms = f"norm {one[names[0]][1]:.6g} and {two[names[0]][1]:.6g}"
+    a, b = (f"{norm:.6g}" for _, norm in (one[names[0]], two[names[0]]))
+    norms = f"norm {a} and {b}" if a != b else f"norm {a} on both"
     what = f"{what} ({len(names)} of {len(one)}, first {names[0]}: {norms})"
     return Found(event["where"], what, remedy, page)
 
@@ -387,9 +401,8 @@ def reason(event: dict, name: str) -> tuple[str, str, str]:
     if not synced:
         page = PITFALLS + "the-weights-of-the-ranks-drift-apart"
         return "all of the step was in no_sync()", "leave it for the last micro-batch", page
-    page = PITFALLS + "expected-to-mark-a-variable-ready-only-once"
     why = "a rank changes them after the all-reduce, or a checkpoint is reentrant"
-    return why, "do the same on all ranks", page
+    return why, "do the same on all ranks", WEIGHTS
 
 
 def learning(job: Job) -> Iterator[Found]:
@@ -431,7 +444,8 @@ def losses(job: Job) -> Iterator[Found]:
             what = f"the loss is divided by {one['count']:.6g} on rank {job.first}"
             what += f" and by {two['count']:.6g} on rank {rank}"
             page = PITFALLS + "class-weights-give-another-loss-on-more-devices"
-            remedy = "divide the sum by the mean of all ranks' numbers"
+            page = page if one["weighted"] else LOOP + "loss-over-some-of-the-targets-only"
+            remedy = "divide each rank's sum by the mean of these numbers"
             yield Found(one["where"], what, remedy, page)
             break
     pairs = [e for e in job.of(job.first, "loss") if e["pairs"]] if job.others else []
@@ -475,7 +489,11 @@ def randomness(job: Job) -> Iterator[Found]:
             states = [(e["here"], e["states"][name]) for e in one]
             moves = sum(a[0] == b[0] and a != b for a, b in pairwise(states))
             other = [(e["here"], e["states"].get(name)) for e in two]
-            if moves > 1 and all(a == b for a, b in zip(states, other, strict=False)):
+            same = all(a == b for a, b in zip(states, other, strict=False))
+            for a, b in zip(*(job.passes(r, trains=True) for r in (job.first, rank)), strict=False):
+                begin = a.get("states", {}).get(name)  # then they may draw other amounts of numbers
+                same = same or (begin is not None and begin == b.get("states", {}).get(name))
+            if moves > 1 and same:
                 what = f"ranks {job.first} and {rank} draw the same random numbers from {name}"
                 yield Found(one[0]["where"], f"{what}, for dropout or augmentation", remedy, page)
     for rank, one, two in job.pairs("loader"):
@@ -540,14 +558,16 @@ def machine(job: Job) -> Iterator[Found]:
     if first and first["batchnorm"] and job.others and min(batches, default=16) < 16:
         what = f"BatchNorm sees the {min(batches)} samples of one rank"
         page = PITFALLS + "a-model-with-batchnorm-learns-worse-on-more-devices"
-        yield Found(first["where"], what, "use SyncBatchNorm or larger batches", page, "NOTE")
+        yield Found(
+            first["where"], what, "use larger batches, or on GPUs SyncBatchNorm", page, "NOTE"
+        )
 
 
 def limits(job: Job) -> Iterator[Found]:
     """What was not judged."""
     epochs = job.passes(job.first, trains=True)
     for event in [e for e in epochs if "length" in e and "drawn" not in e and e["number"] < 2][:1]:
-        what = f"only the first batches are compared, because torch has no {event['sampler']}"
+        what = f"only the first batches are compared, because {event['sampler']} is not torch's"
         remedy = "check yourself that the ranks share out an epoch"
         yield Found(event["place"], what, remedy, LIMITS, "NOTE")
     if any(e["sharded"] for e in job.all("before")):
@@ -597,7 +617,7 @@ def speed(job: Job) -> str:
         (update, "optimizer", "use fused=True" if slow else ""),
     ]
     if models and job.world > 1:
-        name = f"{synced:g} all-reduce of {size:.1f} MB, where not hidden"
+        name = f"waiting for {synced:g} all-reduce{'s' * (synced != 1)} of {size:.1f} MB"
         found.insert(2, (exposed, name, "raise the batch size"))
     times = ", ".join(f"{name} {1e3 * seconds:.1f}" for seconds, name, _ in found)
     remedy = max(found)[2]

@@ -275,7 +275,8 @@ def note_loss(result, given):
     n = len(target) if target.dim() == 1 else 0
     pairs = n > 2 and input.shape == (n, n) and target.tolist() == [*range(n)]
     plain = weight is None and bool(used.all())
-    W.note("loss", count=count, plain=plain, drawn=W.drawn, pairs=pairs, where=where())
+    facts = {"count": count, "plain": plain, "drawn": W.drawn, "pairs": pairs}
+    W.note("loss", **facts, weighted=weight is not None, where=where())
     result.register_hook(lambda grad: W.incoming.append(grad.detach()))
 
 
@@ -450,6 +451,8 @@ class Pass:
         batches, sampler, dataset, maps = loader.batch_sampler, loader.sampler, loader.dataset, []
         if type(batches) is data.BatchSampler:  # which may be the user's, around his own sampler
             sampler, self.size = batches.sampler, batches.batch_size
+        elif batches is not None:
+            sampler = batches  # of the user's own kind
         while isinstance(dataset, data.Subset):
             maps.append(dataset.indices)
             dataset = dataset.dataset
@@ -471,6 +474,7 @@ class Pass:
             "workers": loader.num_workers,
             "seed": getattr(self.iterator, "_base_seed", None),
             "reseeds": any("seed" in name for name in called),
+            "states": checksums(random_states()),
         }
         if sized:
             facts["length"] = len(loader)
@@ -678,7 +682,18 @@ def crashed(error):
     frames = [f for f in frames if not foreign(f.filename)]
     place = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else "?"
     text = re.sub(r"^\[\S*gloo\S* ", "", str(error))  # a path
-    W.note("crash", error=f"{type(error).__name__}: {text}"[:160], where=place)
+    W.note("crash", error=shortened(f"{type(error).__name__}: {text}"), where=place)
+
+
+def shortened(text):
+    return text if len(text) <= 160 else f"{text[:160].rsplit(' ', 1)[0]} ..."
+
+
+@instead_of(sys, "exit")
+def left(original, *status):
+    if status and isinstance(status[0], str):  # an error message, and no exception that is uncaught
+        W.note("crash", error=shortened(status[0].removeprefix("error: ")), where=where())
+    original(*status)
 
 
 @instead_of(sys, "excepthook")
