@@ -461,6 +461,7 @@ def test_the_best_snapshot_is_kept(scored):
         assert load(Path("checkpoint.pt"))["epoch"] == total
     scored("best", [9], 1)
     assert load(Path("checkpoint.pt.best"))["epoch"] == 1  # of this run
+    assert load(Path("checkpoint.pt.best.old"))["epoch"] == 5
 
 
 def test_early_stopping_counts_on_in_a_resumed_run(scored):
