@@ -228,7 +228,7 @@ def parse_args():
         parser.error(f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: use torchrun with ddp_torchrun.py")
     path = Path(args.snapshot_path)
     if (path.exists() and not path.is_file()) or not os.access(path.parent, os.W_OK):
-        parser.error(f"--snapshot-path {path}: name a file in a folder that you may write to")
+        parser.error(f"--snapshot-path {path}: name a file in an existing, writable folder")
     count = 2 if args.device == "cpu" else torch.accelerator.device_count()
     args.nproc_per_node = args.nproc_per_node or count
     if args.device != "cpu" and args.nproc_per_node > count:

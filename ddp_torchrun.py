@@ -295,10 +295,10 @@ def parse_args():
     add("--amp", action="store_true", help="mixed precision in bfloat16, which needs no GradScaler")
     add("--clip", type=float, default=0.0, help="largest norm of the gradient (0: no limit)")
     add("--warm-up", type=int, default=0, help="steps in which the learning rate rises to --lr")
-    add("--cosine", action="store_true", help="lower the learning rate to 0 until the last step")
+    add("--cosine", action="store_true", help="then lower the learning rate, to 0 at the last step")
     add("--sync-bn", action="store_true", help="BatchNorm over all ranks; not on a CPU")
     add("--compile", action="store_true", help="torch.compile: slow to start; measure if it pays")
-    add("--save-steps", type=positive, default=1000, help="most steps between two snapshots")
+    add("--save-steps", type=positive, default=1000, help="steps between two snapshots in an epoch")
     add("--local-rank", "--local_rank", help=argparse.SUPPRESS)  # of torch.distributed.launch
     add("--backend", choices=dist.Backend.backend_list, help="e.g. nccl")
     add("--timeout", type=positive, default=600, help="seconds that ranks wait for each other")
@@ -313,7 +313,7 @@ def parse_args():
         parser.error("start it with torchrun: torchrun --nproc_per_node=gpu ddp_torchrun.py")
     path = Path(args.snapshot_path)
     if (path.exists() and not path.is_file()) or not os.access(path.parent, os.W_OK):
-        parser.error(f"--snapshot-path {path}: name a file in a folder that you may write to")
+        parser.error(f"--snapshot-path {path}: name a file in an existing, writable folder")
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         if not args.resume:
             parser.error("--max-restarts without --resume: a restart would begin at epoch 0")

@@ -261,7 +261,7 @@ def parse_args():
     path = Path(args.snapshot_path)
     writable = os.access(path.parent, os.W_OK) and (path.is_file() or not path.exists())
     if args.rank == 0 and not writable:  # the other ranks write nothing
-        parser.error(f"--snapshot-path {path}: name a file in a folder that you may write to")
+        parser.error(f"--snapshot-path {path}: name a file in an existing, writable folder")
     count = torch.accelerator.device_count()
     if args.device != "cpu" and args.nproc_per_node > count:
         parser.error(f"{args.nproc_per_node} processes need as many devices, and there are {count}")

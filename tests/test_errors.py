@@ -30,8 +30,8 @@ MISTAKES = [
     (ELASTIC, "--accumulate 0", "argument --accumulate: 0 is less than 1"),
     (SCRIPTS, "--bach-size 8", "unrecognized arguments: --bach-size"),
     (SCRIPTS[:1] + DDP, "--device cuda", "argument --device: invalid choice: 'cuda'"),  # not here
-    (SCRIPTS[:4], "--snapshot-path /no/x.pt", "--snapshot-path /no/x.pt: name a file in a folder"),
-    (SCRIPTS[:4], "--snapshot-path /dev/null", "--snapshot-path /dev/null: name a file in a "),
+    (SCRIPTS[:4], "--snapshot-path /no/x.pt", "--snapshot-path /no/x.pt: name a file in an "),
+    (SCRIPTS[:4], "--snapshot-path /dev/null", "--snapshot-path /dev/null: name a file in an "),
     (SCRIPTS[:3], "WORLD_SIZE=2", "WORLD_SIZE is 2: use torchrun with ddp_torchrun.py"),
     (ELASTIC, RESTARTS, "--max-restarts without --resume: a restart would begin at epoch 0"),
     (ELASTIC, f"{RESTARTS} TORCHELASTIC_USE_AGENT_STORE=True --resume", HANG),
