@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import partial
 from itertools import pairwise, zip_longest
 from pathlib import Path
