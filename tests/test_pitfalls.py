@@ -10,7 +10,7 @@ from helpers.ranks import start_server
 PAGE = pitfalls.PAGE.read_text()
 SECTIONS = pitfalls.sections(PAGE)
 SLOW = pytest.mark.slow("starts Python anew, which imports torch")
-NAMES = [pytest.param(n, marks=SLOW) if n in ("threads", "spawn") else n for n in SECTIONS]
+NAMES = [pytest.param(n, marks=SLOW) if n == "threads" else n for n in SECTIONS]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers.files import difference, idx_files, load
+from helpers.files import difference, idx_files, load, patched
 from helpers.hosts import Hosts, require, requirements, run
 from helpers.jobs import ROOT, SITE, epochs
 from helpers.ranks import train
@@ -105,7 +105,7 @@ def slurm():
 @pytest.mark.timeout(600)
 @pytest.mark.slow("a Slurm cluster, and a real job that is started three times")
 def test_the_batch_script_goes_on_after_its_time_and_after_pre_emption(slurm, tmp_path):
-    """Its time is up twice: before it has saved, and later. Then a job of higher priority comes."""
+    """Its time is up before it has saved, so it waits. Then a job of higher priority comes."""
     output = tmp_path / "job.out"
 
     def said(pattern: str) -> bool:
@@ -125,12 +125,8 @@ def test_the_batch_script_goes_on_after_its_time_and_after_pre_emption(slurm, tm
     env |= {"LADDER_SLOW": "1:0.1"}  # scancel and scontrol take their time, too
     own = ("--batch-size", 6, "--save-steps", 40)
     job = slurm.call("sbatch", *placed, "--gpus-per-node=2", BATCH, *options, *own, **env).strip()
-    time_is_up = ("scancel", "--batch", "--signal=USR1", job)
     wait_for(lambda: said(r"Epoch 0 \| Step 3 "))
-    slurm.call(*time_is_up)
-    wait_for(lambda: said(f"^not requeued: checkpoint-{job}.pt was not saved since the start$"))
-    wait_for(lambda: said(r"Epoch 0 \| Step 43 "))
-    slurm.call(*time_is_up)
+    slurm.call("scancel", "--batch", "--signal=USR1", job)
     start_again(1)
     wait_for(lambda: said(r"Epoch 1 \| Step 143 "))
     urgent = ("--partition=urgent", "--nodes=2", "--cpus-per-task=4", "--output=/dev/null")
@@ -145,6 +141,34 @@ def test_the_batch_script_goes_on_after_its_time_and_after_pre_emption(slurm, tm
     train(tmp_path, "single_gpu.py", 1, *options, "--batch-size", 24, dtype="float64")
     own = load(tmp_path / f"checkpoint-{job}.pt")
     assert difference(own, load(tmp_path / "checkpoint.pt")) < 1e-12
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.slow("a Slurm cluster, and three real jobs")
+def test_without_a_snapshot_a_job_is_stopped_and_requeued_if_it_has_saved(slurm, tmp_path):
+    """Two jobs of an array save when they are stopped, but only the second is. A third cannot."""
+    saves = patched((ROOT / "ddp_torchrun.py").read_text(), (ROOT / "recipes/stop.diff").read_text())
+    (tmp_path / "train.py").write_text(saves)
+    env = {**ENVIRONMENT, "PYTHONPATH": f"{SITE}:{ROOT}", "LADDER_SLOW": "0"}
+    placed = ("--parsable", f"--chdir={tmp_path}", "--nodes=1", "--cpus-per-task=2")
+    placed += ("--gpus-per-node=1", f"--output={tmp_path}/%j.out")
+    sbatch = lambda script, *more: slurm.call(  # noqa: E731
+        "sbatch", *placed, *more, BATCH, "--log-interval", 1, SCRIPT=script, **env
+    ).strip()
+    other = sbatch(ROOT / "ddp_torchrun.py")
+    array = sbatch("train.py", "--array=1-2", f"--output={tmp_path}/%a.out")
+    outputs = [tmp_path / f"{name}.out" for name in (other, 1, 2)]
+    said = lambda what: [o.exists() and what in o.read_text() for o in outputs]  # noqa: E731
+    wait_for(lambda: all(said("Epoch 0 | Step 2 ")))
+    for job in (other, f"{array}_2"):
+        slurm.call("scancel", "--batch", "--signal=USR1", job)
+    slurm.wait(f"{array}_2", "PENDING")
+    slurm.wait(f"{array}_1", "RUNNING")
+    wait_for(lambda: "JobState=FAILED" in slurm.call("scontrol", "show", "job", other))
+    assert said(f"not requeued: checkpoint-{other}.pt was not saved") == [True, False, False]
+    assert load(tmp_path / f"checkpoint-{array}_2.pt")["args"]["seed"] == "2"
+    assert not (tmp_path / f"checkpoint-{array}_1.pt").exists()
+    slurm.call("scancel", array)
 
 
 @pytest.mark.slow("a Slurm cluster, and a real job")
@@ -170,8 +194,20 @@ def test_srun_without_torchrun(slurm, tmp_path):
     assert text.count("Steps: 188\n") == 2 and len(epochs(text)) == 1
 
 
-@pytest.mark.parametrize("given", [{"SLURM_GPUS_ON_NODE": "8"}, {"CPU_PROCESSES": "8"}, {}])
-def test_what_the_batch_script_starts(tmp_path, given):
+ARRAY = {"SLURM_GPUS_ON_NODE": "8", "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3"}
+
+
+@pytest.mark.parametrize(
+    ("given", "arguments"),
+    [
+        ({"SLURM_GPUS_ON_NODE": "8"}, "--snapshot-path=checkpoint-7.pt --resume 50"),
+        ({"CPU_PROCESSES": "8", "SNAPSHOT": "a.pt"}, "--snapshot-path=a.pt --resume 50"),
+        (ARRAY, "--snapshot-path=checkpoint-5_3.pt --resume --seed=3 50"),
+        ({}, "Slurm gave this job no GPUs: ask for --gpus-per-node"),
+        ({"SLURM_GPUS_ON_NODE": "8", "MORE": "--snapshot-path=b.pt"}, "export SNAPSHOT=NAME.pt"),
+    ],
+)
+def test_what_the_batch_script_starts(tmp_path, given, arguments):
     """Without Slurm: srun says what it was given."""
     for name, line in (("scontrol", "echo a; echo b"), ("srun", 'echo "$*"; env')):
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{line}\n")
@@ -180,13 +216,14 @@ def test_what_the_batch_script_starts(tmp_path, given):
     env |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "[a-b]", "SLURM_JOB_NUM_NODES": "2"}
     env |= {"SLURM_CPUS_PER_TASK": "16"}
     both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    done = subprocess.run(["bash", BATCH, "50"], cwd=tmp_path, env=env, **both)
-    arguments, *exported = done.stdout.splitlines()
-    if not given:
-        assert "Slurm gave this job no GPUs: ask for --gpus-per-node" in arguments and not exported
+    words = ["bash", BATCH, "50", *env.pop("MORE", "").split()]
+    done = subprocess.run(words, cwd=tmp_path, env=env, **both)
+    first, *exported = done.stdout.splitlines()
+    if not exported:
+        assert arguments in first and done.returncode > 0
         return
-    assert " torchrun --nnodes=2 --nproc_per_node=8 --max-restarts=3 --rdzv_id=7 " in arguments
-    assert " --rdzv_backend=c10d --rdzv_endpoint=a:10007 " in arguments
-    assert arguments.endswith(" train.py --snapshot-path=checkpoint-7.pt --resume 50")
+    assert " torchrun --nnodes=2 --nproc_per_node=8 --max-restarts=3 --rdzv_id=7 " in first
+    assert " --rdzv_backend=c10d --rdzv_endpoint=a:10007 " in first
+    assert first.endswith(f" train.py {arguments}")
     assert {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", "SRUN_CPUS_PER_TASK=16"} <= {*exported}
     assert not [line for line in exported if line.startswith("OMP_NUM_THREADS=")]

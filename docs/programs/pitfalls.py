@@ -36,7 +36,7 @@ START = "forkserver" if sys.platform == "linux" else "spawn"
 PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel"]
 SECONDS = 120  # a program that takes longer fails
 RANKS = {"padding": 4, "local_rank": 4}  # all others have two ranks
-RANKS |= dict.fromkeys(("map_location", "threads", "spawn"), 1)
+RANKS |= dict.fromkeys(("map_location", "threads"), 1)
 ON_TWO_NODES = ("local_rank", "relative_path")  # each node is a folder of its own
 HANGS = ("one_rank", "skip", "wrapper")  # the wrong ones, whose collectives end after five seconds
 
@@ -440,21 +440,6 @@ def optimizer_order(rank):
     model = DDP(module)
     pairs = zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True)
     print("the optimizer has DDP's own tensors:", all(ours is theirs for ours, theirs in pairs))
-
-
-LEARNED = []
-
-
-def learn(i, dataset, samples):
-    LEARNED.append(i)
-    samples[i] = len(DataLoader(dataset))
-
-
-def spawn(rank):
-    for nprocs in (1, 2):
-        samples = torch.zeros(nprocs, dtype=torch.int64)
-        mp.spawn(learn, args=(range(12), samples), nprocs=nprocs)
-        print(f"nprocs={nprocs}: samples {samples.tolist()}, the parent's global {LEARNED}")
 
 
 def start_rank(rank: int, name: str, folder: str, wrong: tuple[bool, ...]) -> None:
