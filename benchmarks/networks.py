@@ -3,6 +3,7 @@
 REHEARSE=1 makes both so small that a CPU can train them.
 """
 
+import functools
 import os
 
 import torch
@@ -58,6 +59,7 @@ def build(name: str, *_: object) -> nn.Module:
     return NETWORKS[name]()
 
 
+@functools.cache  # of a gigabyte with eight devices
 def random_data(name: str, count: int) -> Dataset:
     """`count` images (3, 224, 224) of 1000 classes, or texts with the next token of each token."""
     generator = torch.Generator().manual_seed(0)

@@ -5,6 +5,7 @@ More of them are in test_options.py, test_snapshots.py and test_devices.py.
 
 import re
 import sys
+import tempfile
 import urllib.request
 from pathlib import Path
 from unittest.mock import Mock
@@ -17,6 +18,7 @@ from helpers.files import idx_files
 from helpers.jobs import SCRIPTS
 
 from common.data import DATASETS, DataError, ImageDataset, load_dataset, make_digits
+from common.loader import loader_options
 from common.model import build_model
 
 DDP, ELASTIC, NODES = SCRIPTS[2:], SCRIPTS[3:4], SCRIPTS[4:]
@@ -78,6 +80,16 @@ def test_several_targets_of_a_sample_would_make_the_gradient_larger(do, monkeypa
     with pytest.raises(SystemExit, match="error: 32 targets for 8 samples: give one each"):
         do("ddp_torchrun.py", 1, "--model", "mlp", "--batch-size", 8, *options)
     assert not Path("checkpoint.pt").exists()
+
+
+def test_a_temporary_folder_whose_path_is_too_long_for_workers(monkeypatch):
+    """Without the line, the workers fail and the ranks wait for ever. 75 characters work."""
+    monkeypatch.setattr(tempfile, "tempdir", f"/{'x' * 74}")
+    assert loader_options("cpu", 1)["num_workers"] == 1
+    monkeypatch.setattr(tempfile, "tempdir", f"/{'x' * 75}")
+    with pytest.raises(SystemExit, match="a shorter path than /x+: export TMPDIR=/tmp"):
+        loader_options("cpu", 1)
+    assert "num_workers" not in loader_options("cpu", 0)
 
 
 def test_restarts_with_a_store_of_their_own_and_no_restarts(parse, monkeypatch):

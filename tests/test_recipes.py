@@ -478,7 +478,9 @@ def test_a_stop_that_saves_at_once(recipe, fashion, start, tmp_path):
     """After ten steps or more."""
     path, loader = recipe("stop"), tmp_path / "common" / "loader.py"
     shutil.copytree(ROOT / "common", loader.parent)
-    ignore = re.search(r"`(signal\.signal\(.*?)` as the first line of `_end_with_the_rank`", PAGE)[1]
+    ignore = re.search(r"`(signal\.signal\(.*?)` as the first line of `_end_with_the_rank`", PAGE)[
+        1
+    ]
     text = loader.read_text().replace("import os\n", "import os\nimport signal\n")
     loader.write_text(re.sub(r"(def _end_with_the_rank.*\n)", rf"\1    {ignore}\n", text))
     options = (1, *fashion(800, 10), "--batch-size", 8, "--log-interval", 1)

@@ -147,7 +147,9 @@ def test_the_batch_script_goes_on_after_its_time_and_after_pre_emption(slurm, tm
 @pytest.mark.slow("a Slurm cluster, and three real jobs")
 def test_without_a_snapshot_a_job_is_stopped_and_requeued_if_it_has_saved(slurm, tmp_path):
     """Two jobs of an array save when they are stopped, but only the second is. A third cannot."""
-    saves = patched((ROOT / "ddp_torchrun.py").read_text(), (ROOT / "recipes/stop.diff").read_text())
+    saves = patched(
+        (ROOT / "ddp_torchrun.py").read_text(), (ROOT / "recipes/stop.diff").read_text()
+    )
     (tmp_path / "train.py").write_text(saves)
     env = {**ENVIRONMENT, "PYTHONPATH": f"{SITE}:{ROOT}", "LADDER_SLOW": "0"}
     placed = ("--parsable", f"--chdir={tmp_path}", "--nodes=1", "--cpus-per-task=2")
