@@ -213,10 +213,10 @@ the error is FileNotFoundError: [Errno 2]
 ## a refusal
 import os => import os, sys
 optimizer.step() << if epoch: sys.exit("error: mine")
-the error is mine: see its traceback
+the error is mine: see what it prints
 ## an error
 optimizer.step() << assert epoch < 1 or rank == 0, "mine"
-the error is AssertionError: mine: see its traceback
+the error is AssertionError: mine: see what it prints
 """
 PROGRAMS = dict(part.partition("\n")[::2] for part in PROGRAMS.split("## ")[1:])
 MORE = "default_collate, random_split, BatchSampler, SequentialSampler"

@@ -87,7 +87,7 @@ def test_a_temporary_folder_whose_path_is_too_long_for_workers(monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", f"/{'x' * 74}")
     assert loader_options("cpu", 1)["num_workers"] == 1
     monkeypatch.setattr(tempfile, "tempdir", f"/{'x' * 75}")
-    with pytest.raises(SystemExit, match="a shorter path than /x+: export TMPDIR=/tmp"):
+    with pytest.raises(SystemExit, match=r"a shorter path than /x+: export TMPDIR=/tmp"):
         loader_options("cpu", 1)
     assert "num_workers" not in loader_options("cpu", 0)
 

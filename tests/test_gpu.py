@@ -31,7 +31,7 @@ TWIN = {"LADDER_TWIN": "2"} if one_gpu else {}
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.xdist_group("gpu"),  # one after the other: each takes all devices
-    pytest.mark.skipif(not found and "REHEARSE" not in os.environ, reason="no accelerator here"),
+    pytest.mark.skipif(not found and not os.environ.get("REHEARSE"), reason="no accelerator here"),
 ]
 pair = kind != "mps" and (count != 1 or one_gpu)
 two_ranks = pytest.mark.skipif(not pair, reason="needs two devices, or one of CUDA")

@@ -486,7 +486,7 @@ def test_a_stop_that_saves_at_once(recipe, fashion, start, tmp_path):
     options = (1, *fashion(800, 10), "--batch-size", 8, "--log-interval", 1)
     train(tmp_path, SCRIPT, 2, *options, "--snapshot-path", "whole.pt")
     launch = f"torchrun --standalone --nproc_per_node=2 {path}"
-    workers = (*options, "--num-workers", 1)
+    workers = (*options, "--num-workers", 2)
     job = start(launch, *workers, LADDER_SLOW="0:0.1", PYTHONPATH=ROOT)
     job.wait_for(r"Epoch 0 \| Step 12 ")
     os.kill(job.process.pid, signal.SIGTERM)
@@ -596,6 +596,7 @@ def test_fp16_and_its_scale_are_resumed(recipe, do):
 def test_several_seeds(tmp_path):
     (tmp_path / "torchrun").write_text(
         """#!/bin/sh
+        echo "Epoch 49 | Training checkpoint saved at $8"
         echo "Epoch 49 | Train loss: 0.1 | Val loss: 0.1 | Accuracy: 9/10 (9$6.50%) | 5 samples/s"
         touch "$8"
         """

@@ -205,8 +205,12 @@ ARRAY = {"SLURM_GPUS_ON_NODE": "8", "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK
         ({"SLURM_GPUS_ON_NODE": "8"}, "--snapshot-path=checkpoint-7.pt --resume 50"),
         ({"CPU_PROCESSES": "8", "SNAPSHOT": "a.pt"}, "--snapshot-path=a.pt --resume 50"),
         (ARRAY, "--snapshot-path=checkpoint-5_3.pt --resume --seed=3 50"),
+        ({**ARRAY, "SNAPSHOT": "a.pt"}, "--snapshot-path=a.pt.3 --resume --seed=3 50"),
         ({}, "Slurm gave this job no GPUs: ask for --gpus-per-node"),
-        ({"SLURM_GPUS_ON_NODE": "8", "MORE": "--snapshot-path=b.pt"}, "export SNAPSHOT=NAME.pt"),
+        (
+            {"SLURM_GPUS_ON_NODE": "8", "MORE": "--snapshot-path=b.pt"},
+            "write SNAPSHOT=NAME.pt before sbatch",
+        ),
     ],
 )
 def test_what_the_batch_script_starts(tmp_path, given, arguments):

@@ -145,7 +145,7 @@ def ends(job: Job) -> Iterator[Found]:
         what = (
             f"rank {rank} ends after {crash['step']} steps; {acts}; the error is {crash['error']}"
         )
-        remedy = (alike, HANG) if is_echo(crash) else ("see its traceback", "docs/errors.md")
+        remedy = (alike, HANG) if is_echo(crash) else ("see what it prints", "docs/errors.md")
         yield Found(crash["where"], what, *remedy)
     elif stuck:
         stacks = [f"rank {r} stands at {' < '.join(job.ranks[r][-1]['stack'])}" for r in stuck]
@@ -302,14 +302,18 @@ def evaluation(job: Job) -> Iterator[Found]:
             yield Found(place, what, "take range(rank, n, world_size)", page)
         if event.get("draws"):
             what = f"samples of the evaluation are random (from {', '.join(event['draws'])})"
-            page = LOOP + "asides"
+            page = "docs/recipes.md#a-test-set-for-the-end"
             yield Found(place, what, "give it a data set without augmentation", page, "NOTE")
-        shared = not any(a & b for a, b in combinations(mine.values(), 2))
-        if job.others and len(mine) == len(job.ranks) and all(mine.values()) and shared:
+        drawn = [job.numbers(e, "drawn") for e in loader.values()]
+        twice = sum(map(len, drawn)) - len(set().union(*drawn))
+        shared = len(drawn) == len(job.ranks) and all(drawn) and twice <= event["padded"]
+        if job.others and shared:
             later = [e["kind"] for e in job.ranks[rank] if e["time"] > event["time"]]
             later = [kind for kind in later if kind in ("collective", "before", "stop")]
             if later and later[0] != "collective":
-                what = f"each rank evaluates a share of {len(own)} samples, and keeps its result"
+                what = (
+                    f"each rank evaluates a share of {event['size']} samples, and keeps its result"
+                )
                 remedy = "add up with all_reduce(), if a number of all samples is meant"
                 page = LOOP + "4-evaluate-each-sample-once"
                 yield Found(place, what, remedy, page, "NOTE")
@@ -487,8 +491,10 @@ def randomness(job: Job) -> Iterator[Found]:
         one, two = job.of(job.first, "before"), job.of(rank, "before")
         for name in one[0]["states"] if one and two else ():
             states = [(e["here"], e["states"][name]) for e in one]
-            moves = sum(a[0] == b[0] and a != b for a, b in pairwise(states))
             other = [(e["here"], e["states"].get(name)) for e in two]
+            moves = min(
+                sum(a[0] == b[0] and a != b for a, b in pairwise(own)) for own in (states, other)
+            )
             same = all(a == b for a, b in zip(states, other, strict=False))
             for a, b in zip(*(job.passes(r, trains=True) for r in (job.first, rank)), strict=False):
                 begin = a.get("states", {}).get(name)  # then they may draw other amounts of numbers

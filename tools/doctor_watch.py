@@ -459,7 +459,8 @@ class Pass:
         sized = hasattr(dataset, "__len__") and not isinstance(dataset, data.IterableDataset)
         init = getattr(loader.worker_init_fn, "func", loader.worker_init_fn)
         called = getattr(getattr(init, "__code__", None), "co_names", ())
-        padded = getattr(sampler, "total_size", 0) - len(getattr(sampler, "dataset", ()))
+        sharing = hasattr(sampler, "total_size") and hasattr(sampler, "dataset")
+        padded = sampler.total_size - len(sampler.dataset) if sharing else 0
         weighted = isinstance(sampler, data.WeightedRandomSampler)
         facts = {
             "dataset": W.datasets.setdefault(id(dataset), (len(W.datasets), dataset))[0],

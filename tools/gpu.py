@@ -50,13 +50,12 @@ def main() -> None:
         sys.exit(f"error: tools/gpu.py needs a GPU, and torch finds none here: {no_gpu()}")
     args.device = found.type if found else "cpu"
     args.count = torch.accelerator.device_count() if found else 2  # processes on a CPU
-    if args.rehearse:
-        os.environ["REHEARSE"] = "1"  # for the tests and networks.py
+    os.environ["REHEARSE"] = "1" if args.rehearse else ""  # for the tests and networks.py
     for signum in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) is not signal.SIG_IGN:  # as nohup leaves SIGHUP
             signal.signal(signum, lambda *_: sys.exit("stopped"))  # and end the jobs on the way
     print("\n".join(machine(args)), flush=True)
-    failed = []
+    args.start, failed = time.monotonic(), []
     for number in args.part or PARTS:
         title, part = PARTS[number]
         start = time.monotonic()
@@ -103,6 +102,11 @@ def machine(args: argparse.Namespace) -> list[str]:
     return lines
 
 
+def left(args: argparse.Namespace, limit: float) -> float:
+    """Seconds for what may take so many: fewer where the quarter of an hour is nearly over."""
+    return max(20, min(limit, args.start + 900 - time.monotonic()))
+
+
 def tests(args: argparse.Namespace, folder: Path) -> Section:
     """Their results, and after how many seconds each fault was over."""
     words = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
@@ -111,7 +115,7 @@ def tests(args: argparse.Namespace, folder: Path) -> Section:
     words += [str(ROOT / "tests" / "test_gpu.py")]
     words += ["-k", "exception"] if args.rehearse else []  # REHEARSE=1 pytest -m gpu runs them all
     job = Job(words, folder, {"TMPDIR": str(folder)})
-    text = job.finish(None, seconds=470)
+    text = job.finish(None, seconds=left(args, 470))
     rows = ElementTree.parse(folder / "tests.xml").iter("property")
     lines = ["| fault | seconds |", "| --- | ---: |"]
     lines += [f"| {row.get('name')} | {row.get('value')} |" for row in rows]
@@ -122,7 +126,8 @@ def steps(args: argparse.Namespace, _: Path) -> Section:
     import in_turn  # here, because it takes what the tests shall have
 
     found = in_turn.contestants(args.device, args.before)
-    seconds, errors = in_turn.measure(found, 1 if args.rehearse else 5, time.monotonic() + 240)
+    until = time.monotonic() + left(args, 240)
+    seconds, errors = in_turn.measure(found, 1 if args.rehearse else 5, until)
     batch, count = in_turn.BATCH["resnet50"], in_turn.STEPS
     lines = ["| | ms a step | from | to | images/s | threads |", "| --- |" + " ---: |" * 5]
     for name, runs in seconds.items():
@@ -137,20 +142,19 @@ def steps(args: argparse.Namespace, _: Path) -> Section:
 
 
 def scaling(args: argparse.Namespace, folder: Path) -> Section:
-    """Weak: as many samples for each device as for one; strong: as many in all."""
-    heads = (
-        "| GPUs | samples/s | of one's each | in smaller batches: faster | compiled: samples/s |"
-    )
+    """Samples per second of all devices, by their number."""
+    heads = "| devices | samples/s | efficiency | speed-up | compiled: samples/s |"
     tables = {network: [heads, "| ---: |" + " ---: |" * 4] for network in ("resnet50", "gpt")}
     first, failures = {}, []
     for count in (1, 2, 4, 8):
         if count > args.count:
             continue
         words = f"-m torch.distributed.run --standalone --nproc_per_node={count}".split()
-        env = harness.CPU_ONLY if args.device == "cpu" else {}
+        env = {"OMP_NUM_THREADS": "4"}  # for each process, whatever their number
+        env |= harness.CPU_ONLY if args.device == "cpu" else {}
         job = Job([sys.executable, *words, str(HERE / "in_turn.py")], folder, env)
         try:
-            text = job.finish(seconds=240)
+            text = job.finish(seconds=left(args, 240))
         except FAILURES as failure:  # the other counts go on
             failures += ["", f"{count} failed:", "", "```", *str(failure).splitlines()[-30:], "```"]
             continue
@@ -162,26 +166,27 @@ def scaling(args: argparse.Namespace, folder: Path) -> Section:
             weak, strong, compiled = (
                 rates.get(f"{network} {kind}", math.nan) for kind in ("weak", "strong", "compiled")
             )
-            each = weak / count / (first[f"{network} weak"] / first["count"])
-            faster = strong / first[f"{network} strong"]
+            each = weak / count / (first.get(f"{network} weak", math.nan) / first["count"])
+            faster = strong / first.get(f"{network} strong", math.nan)
             lines.append(f"| {count} | {weak:,.0f} | {each:.2f} | {faster:.2f} | {compiled:,.0f} |")
     lines = [line for network, rows in tables.items() for line in (f"\n{network}\n", *rows)]
+    lines.append(
+        "\nEach device has as many samples as one alone, but for the speed-up as many in all."
+    )
     return [*lines, *failures], not failures
 
 
 def doctor(args: argparse.Namespace, folder: Path) -> Section:
     """It finds nothing in the five scripts, also here."""
     together = f"torchrun --standalone --nproc_per_node={args.count} {ROOT}/ddp_torchrun.py"
-    commands = ["python single_gpu.py", together]
+    commands = [("python single_gpu.py",), (together,), ("python multinode.py", *ALONE)]
     if not args.rehearse:
-        commands += ["python data_parallel.py", "python ddp_spawn.py"]
-        commands += [f"python multinode.py {' '.join(map(str, ALONE))}"]
+        commands += [("python data_parallel.py",), ("python ddp_spawn.py",)]
     lines, good = ["| command | last line | seconds |", "| --- | --- | ---: |"], True
-    for line in commands:
-        start = time.monotonic()
-        words = [sys.executable, str(HERE / "doctor.py"), *command(line)]
-        job = Job(words, folder, {})
-        text = job.finish(None, seconds=120)
+    for words in commands:
+        start, line = time.monotonic(), " ".join(map(str, words))
+        job = Job([sys.executable, str(HERE / "doctor.py"), *command(*words)], folder, {})
+        text = job.finish(None, seconds=left(args, 120))
         found = re.findall("^FOUND .*", text, re.M)
         last = text.strip().splitlines()[-1]
         lines.append(f"| {line} | {last} | {time.monotonic() - start:.0f} |")
@@ -192,9 +197,9 @@ def doctor(args: argparse.Namespace, folder: Path) -> Section:
 
 PARTS = {
     1: ("tests marked gpu, and faults", tests),
-    2: ("a step of ResNet-50, one device", steps),
-    3: ("ResNet-50 and a GPT of 124 million weights on more devices", scaling),
-    4: ("what the doctor finds in the scripts", doctor),
+    2: ("ResNet-50 and a GPT of 124 million weights on more devices", scaling),
+    3: ("what the doctor finds in the scripts", doctor),
+    4: ("a step of ResNet-50, one device", steps),  # last, because it keeps the device's memory
 }
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ CHANGES = {  # what no script has an option for, while its main() runs
 class Contestant(NamedTuple):
     epoch: Callable[[int], object]  # trains one
     threads: int
-    precision: str = "highest"  # of float32 products; "high" is TF32
+    precision: str = "highest"  # of float32 products and convolutions; "high" is TF32
 
 
 class Made(Exception):
@@ -183,6 +183,7 @@ def measure(found: dict[str, Contestant], rounds: int, until: float = math.inf) 
                 continue
             torch.set_num_threads(found[name].threads)
             torch.set_float32_matmul_precision(found[name].precision)
+            torch.backends.cudnn.allow_tf32 = found[name].precision == "high"
             dist.barrier()
             synchronize()
             start = time.perf_counter()
