@@ -158,8 +158,8 @@ def test_without_a_snapshot_a_job_is_stopped_and_requeued_if_it_has_saved(slurm,
         "sbatch", *placed, *more, BATCH, "--log-interval", 1, SCRIPT=script, **env
     ).strip()
     other = sbatch(ROOT / "ddp_torchrun.py")
-    array = sbatch("train.py", "--array=1-2", f"--output={tmp_path}/%a.out")
-    outputs = [tmp_path / f"{name}.out" for name in (other, 1, 2)]
+    array = sbatch("train.py", "--array=1-2", f"--output={tmp_path}/array-%a.out")
+    outputs = [tmp_path / f"{name}.out" for name in (other, "array-1", "array-2")]
     said = lambda what: [o.exists() and what in o.read_text() for o in outputs]  # noqa: E731
     wait_for(lambda: all(said("Epoch 0 | Step 2 ")))
     for job in (other, f"{array}_2"):
