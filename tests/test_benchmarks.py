@@ -39,13 +39,11 @@ def test_the_committed_page_is_that_of_the_committed_figures():
 
 
 @pytest.mark.slow("a small job of each part")
-def test_gpu_rehearses_all_its_parts_on_a_cpu(run):
-    text = run("tools/gpu.py", "--rehearse", "--before", ROOT)
+def test_gpu_rehearses_all_its_parts_on_a_cpu(start):
+    text = start("tools/gpu.py", "--rehearse", "--before", ROOT).finish(seconds=280)
     assert re.search(r"^\| an exception in one rank: .* \| [\d.]+ \|$", text, re.M), text
     scaling, doctor, steps = text.split("### Part ")[2:]
     for name in (in_turn.OURS, f"{in_turn.OURS} --compile", f"{in_turn.OURS}, before"):
         assert re.search(rf"^\| {re.escape(name)} \| [\d.]+ ", steps, re.M), text
-    assert len(re.findall(r"^\| [12] \| [1-9][\d,]* \|.*\| [1-9][\d,]* \|$", scaling, re.M)) == 4, (
-        text
-    )
-    assert doctor.count("| 0 found |") == 3, text
+    assert len(re.findall(r"^\| 2 \| [1-9][\d,]* \|.*\| [1-9][\d,]* \|$", scaling, re.M)) == 2, text
+    assert doctor.count("| 0 found |") == 2, text

@@ -202,11 +202,16 @@ the ranks' last acts are: rank 0: all_reduce of [] at train.py:57 after 8 steps;
 ## a rank sleeps
 optimizer.step() << __import__("time").sleep(rank * epoch * 999)
 FOUND train.py:49: no rank goes on: rank 0 stands at train.py:49 loss.backward() <
-## evaluation through DDP
+## well done: evaluation through DDP, which sends buffers before the first batch alone
 nn.ReLU() => nn.BatchNorm1d(64)
 batch_size=100 => batch_size=151
 model.module(inputs) => model(inputs)
+## evaluation sums up each batch
+batch_size=100 => batch_size=151
+model.eval() >> part = torch.zeros(())
+correct += >> dist.all_reduce(part)
 FOUND train.py:30: the ranks evaluate [2, 1] batches, and communicate in each
+the ranks' last acts are
 ## an error in a call that is watched
 optimizer.step() << if epoch and rank: os.remove("missing.pt")
 the error is FileNotFoundError: [Errno 2]

@@ -328,7 +328,7 @@ def evaluation(job: Job) -> Iterator[Found]:
         here, lengths = [event["key"], event["number"]], [e.get("length") for e in loader.values()]
         calls = [e for e in job.of(rank, "collective") if e["here"] == here]
         (end,) = [e for e in job.of(rank, "end") if [e["key"], e["number"]] == here] or [None]
-        if len({*lengths}) > 1 and end and (end["wrapper"] or len(calls) >= end["count"]):
+        if len({*lengths}) > 1 and end and len(calls) + end["wrapper"] >= end["count"] > 0:
             what = f"the ranks evaluate {lengths} batches, and communicate in each"
             page = PITFALLS + "the-job-hangs-in-evaluation"
             yield Found(place, what, "call model.module, and sum up after the loop", page)

@@ -236,8 +236,8 @@ def ddp_forward(original, self, *args, **kwargs):
             own = careful(rows)((args, kwargs)) if not W.datasets else []
             W.note("forward", rows=own, where=where())
         self.require_backward_grad_sync = sync and W.phase != "alone"
-    elif W.here:
-        W.here.wrapper |= self.will_sync_module_buffers()
+    if W.here:
+        W.here.wrapper += self.will_sync_module_buffers()
     try:
         return original(self, *args, **kwargs)
     finally:
@@ -440,7 +440,7 @@ class Pass:
     def __init__(self, loader, own, iterator):
         self.own, self.key, self.number = own, own["key"], own["passes"]
         self.iterator, self.count, self.begun = iterator, 0, W.all_backwards
-        self.ended, self.wrapper, self.size, self.total = False, False, None, None
+        self.ended, self.wrapper, self.size, self.total = False, 0, None, None
         own["passes"] += 1
         W.first_step = W.steps
         facts = {"key": self.key, "number": self.number, "place": self.key.split("#")[0]}

@@ -146,9 +146,8 @@ def scaling(args: argparse.Namespace, folder: Path) -> Section:
     heads = "| devices | samples/s | efficiency | speed-up | compiled: samples/s |"
     tables = {network: [heads, "| ---: |" + " ---: |" * 4] for network in ("resnet50", "gpt")}
     first, failures = {}, []
-    for count in (1, 2, 4, 8):
-        if count > args.count:
-            continue
+    counts = [args.count] if args.rehearse else [1, 2, 4, 8]
+    for count in [count for count in counts if count <= args.count]:
         words = f"-m torch.distributed.run --standalone --nproc_per_node={count}".split()
         env = {"OMP_NUM_THREADS": "4"}  # for each process, whatever their number
         env |= harness.CPU_ONLY if args.device == "cpu" else {}
@@ -179,9 +178,11 @@ def scaling(args: argparse.Namespace, folder: Path) -> Section:
 def doctor(args: argparse.Namespace, folder: Path) -> Section:
     """It finds nothing in the five scripts, also here."""
     together = f"torchrun --standalone --nproc_per_node={args.count} {ROOT}/ddp_torchrun.py"
-    commands = [("python single_gpu.py",), (together,), ("python multinode.py", *ALONE)]
+    commands = [(together,), ("python multinode.py", *ALONE)]
     if not args.rehearse:
-        commands += [("python data_parallel.py",), ("python ddp_spawn.py",)]
+        commands += [
+            (f"python {name}.py",) for name in ("single_gpu", "data_parallel", "ddp_spawn")
+        ]
     lines, good = ["| command | last line | seconds |", "| --- | --- | ---: |"], True
     for words in commands:
         start, line = time.monotonic(), " ".join(map(str, words))
