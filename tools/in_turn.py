@@ -3,8 +3,8 @@ tutorial's loop and the upper bound. All train in one process, an epoch each in 
 
     torchrun --nproc_per_node=4 tools/in_turn.py      ddp_torchrun.py on all devices, both networks
 
-gpu.py makes a report of it. A program takes long to start, and a device is slower at times: taking
-turns, all are hit alike.
+gpu.py makes a report of it. A program takes long to start, and a device is slower at times, which
+hits all alike if they take turns.
 """
 
 import contextlib
