@@ -6,8 +6,8 @@
 In every step it copies the model to all GPUs, splits the batch, runs one thread per GPU, and
 gathers outputs and gradients on the first. ddp_spawn.py and ddp_torchrun.py copy the model once,
 move gradients and no weights, and are faster, so torch recommends DDP. This file takes CUDA or ROCm
-GPUs, or else the CPU, but fails beside an Intel GPU. With one device, it does what single_gpu.py
-does. To make it yours, edit the lines marked "your".
+GPUs, or else the CPU. With one device, it does what single_gpu.py does. To make it yours, edit the
+lines marked "your".
 """
 
 import argparse
@@ -71,7 +71,7 @@ def main(args):
         torch.set_num_threads(min(4, torch.get_num_threads()))  # more would delay GPU kernels
     torch.set_float32_matmul_precision("high")  # TF32 on a GPU: faster, and exact to three digits
 
-    set_seed(args.seed)  # all processes and runs begin with the same split and weights
+    set_seed(args.seed)  # the same weights, and random split of your data, in all processes
     train_set, val_set = load_dataset(args.dataset, args.data_dir)  # your data
     sampler = RandomSampler(train_set, generator=torch.Generator())
     options = loader_options(args.device, args.num_workers)
@@ -85,7 +85,7 @@ def main(args):
     if not args.resume and os.path.exists(args.snapshot_path):
         os.replace(args.snapshot_path, f"{args.snapshot_path}.old")
         log(f"The snapshot of an earlier run is now {args.snapshot_path}.old")
-    model = nn.DataParallel(model)  # after loading, as snapshots' names have no "module."
+    model = nn.DataParallel(model)  # last, because names in a snapshot have no "module."
 
     for epoch in range(first_epoch, args.total_epochs):
         epoch_start = time.perf_counter()
@@ -170,7 +170,7 @@ def parse_args():
     add("--snapshot-path", default="checkpoint.pt")
     add("--resume", action="store_true", help="resume from the snapshot if there is one")
     args = parser.parse_intermixed_args()  # also takes 50 --resume 10
-    args.device = "cuda" if torch.cuda.is_available() else "cpu"  # it supports no other device
+    args.device = "cuda" if torch.cuda.is_available() else "cpu"  # it knows no other device
     args.model = args.model or DEFAULT_MODEL[args.dataset]  # your model
     if os.environ.get("WORLD_SIZE", "1") != "1":
         parser.error(f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: use torchrun with ddp_torchrun.py")

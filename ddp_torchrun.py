@@ -62,23 +62,24 @@ def train_epoch(model, loader, optimizer, device, epoch, args, parts, done):
     model.train()
     loss_sum = torch.zeros((), device=device)
     samples = done + len(loader.sampler)  # of this rank, in the whole epoch
-    samples_per_step = args.batch_size * args.accumulate  # the epoch's last step may have fewer
-    steps = math.ceil(samples / samples_per_step)
-    step = epoch * steps + done // samples_per_step  # counted over the whole run
+    step_size = args.batch_size * args.accumulate  # samples; an epoch's last step may have fewer
+    steps = math.ceil(samples / step_size)
+    step = epoch * steps + done // step_size  # counted over the whole run
     hidden = True if dist.get_rank() > 0 else None  # None: a bar on a terminal only
     progress = tqdm(loader, leave=False, disable=hidden)
     for number, (inputs, targets) in enumerate(progress, start=1):
         inputs = inputs.to(device, non_blocking=loader.pin_memory)  # your inputs
         targets = targets.to(device, non_blocking=loader.pin_memory)  # your inputs: one per sample
-        step_samples = min(samples_per_step, samples - done)
-        if len(targets) > min(args.batch_size, step_samples):
+        if len(targets) > min(args.batch_size, samples - done):
             sys.exit(f"error: {len(targets)} targets for {args.batch_size} samples: give one each")
+        share = len(targets) / min(step_size, samples - done)  # of the step's samples
         last = number % args.accumulate == 0 or number == len(loader)  # the step's last micro-batch
         # Only the step's last backward() sends gradients. The others just add them up.
-        with contextlib.nullcontext() if last else model.no_sync():
+        sync = contextlib.nullcontext() if last else model.no_sync()
+        with sync:
             with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):
                 loss = F.cross_entropy(model(inputs), targets)  # your loss: a mean over the batch
-            (loss * (len(targets) / step_samples)).backward()  # DDP averages over the ranks
+            (loss * share).backward()  # DDP averages over the ranks
         loss_sum += loss.detach() * len(targets)
         if not last:
             continue
@@ -89,7 +90,7 @@ def train_epoch(model, loader, optimizer, device, epoch, args, parts, done):
         optimizer.step()
         optimizer.zero_grad()
         step += 1
-        done += step_samples
+        done = min(done + step_size, samples)
         if args.log_interval and step % args.log_interval == 0:
             loss = loss.detach() / dist.get_world_size()
             dist.all_reduce(loss)  # the mean of all ranks' last micro-batches
@@ -129,7 +130,7 @@ def main(args):
     name = "CPU" if device.type == "cpu" else "GPU"
     torch.set_float32_matmul_precision("high")  # TF32 on a GPU: faster, and exact to three digits
 
-    set_seed(args.seed)  # all processes and runs begin with the same split and weights
+    set_seed(args.seed)  # the same weights, and random split of your data, in all processes
     train_set, val_set = load_dataset(args.dataset, args.data_dir)  # your data
     sampler = DistributedSampler(train_set, seed=args.seed)  # this rank's share of each epoch
     options = loader_options(args.device, args.num_workers)
@@ -142,9 +143,7 @@ def main(args):
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     optimizer = torch.optim.SGD(model.parameters(), args.lr, args.momentum)  # your optimizer
     parts = {"model": model, "optimizer": optimizer}  # what a snapshot holds
-    first_epoch, samples_seen = 0, 0
-    if args.resume:
-        first_epoch, samples_seen = load_snapshot(args, parts)
+    first_epoch, samples_seen = load_snapshot(args, parts) if args.resume else (0, 0)
     for group in optimizer.param_groups:  # your schedule
         group["initial_lr"] = group["lr"]  # what lr_factor multiplies
     own = {"train_size": len(train_set), "val_size": len(val_set), "snapshot's epoch": first_epoch}
@@ -168,7 +167,7 @@ def main(args):
         if samples_seen:  # resumed within this epoch: train on its rest, with other dropout
             set_seed(args.seed, rank, epoch, samples_seen)
             done = samples_seen // world_size
-            rest = [*sampler][done:]
+            rest = list(sampler)[done:]
             loader = DataLoader(train_set, args.batch_size, sampler=rest, **options)  # your loader
             samples_seen = 0
         steps_left = math.ceil(len(loader) / args.accumulate)
@@ -295,7 +294,7 @@ def parse_args():
     add("--amp", action="store_true", help="mixed precision in bfloat16, which needs no GradScaler")
     add("--clip", type=float, default=0.0, help="largest norm of the gradient (0: no limit)")
     add("--warm-up", type=int, default=0, help="steps in which the learning rate rises to --lr")
-    add("--cosine", action="store_true", help="then lower the learning rate, to 0 at the last step")
+    add("--cosine", action="store_true", help="then let the learning rate fall, almost to 0")
     add("--sync-bn", action="store_true", help="BatchNorm over all ranks; not on a CPU")
     add("--compile", action="store_true", help="torch.compile: slow to start; measure if it pays")
     add("--save-steps", type=positive, default=1000, help="steps between two snapshots in an epoch")

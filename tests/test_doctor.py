@@ -99,6 +99,10 @@ nn.ReLU() => nn.Dropout(0.5)
 FOUND train.py:28: an epoch has 1000 of 1000 samples on more than one rank (RandomSampler)
 FOUND train.py:30: the evaluation leaves out 103 of 303 samples
 FOUND train.py:50: ranks 0 and 1 draw the same random numbers from torch
+## random numbers that rank 0 alone draws, too
+nn.ReLU() => nn.Dropout(0.5)
+loss.backward() << if rank == 0: torch.rand(1)
+FOUND train.py:51: ranks 0 and 1 draw the same random numbers from torch
 ## split
 make_data(1000, seed=1), make_data(303, seed=2) => random_split(make_data(1303, 1), [1000, 303])
 manual_seed(42) => manual_seed(rank)

@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.files import idx_files
-from helpers.jobs import SCRIPTS
+from helpers.jobs import ROOT, SCRIPTS
+from torch.utils.data import IterableDataset
 
 from common.data import DATASETS, DataError, ImageDataset, load_dataset, make_digits
 from common.loader import loader_options
@@ -80,6 +81,17 @@ def test_several_targets_of_a_sample_would_make_the_gradient_larger(do, monkeypa
     with pytest.raises(SystemExit, match="error: 32 targets for 8 samples: give one each"):
         do("ddp_torchrun.py", 1, "--model", "mlp", "--batch-size", 8, *options)
     assert not Path("checkpoint.pt").exists()
+
+
+@pytest.mark.parametrize("length", [False, True])
+def test_a_stream_in_place_of_the_data_set_has_its_row(do, monkeypatch, length):
+    methods = {"__iter__": lambda _: iter([])} | ({"__len__": lambda _: 40} if length else {})
+    stream = type("Stream", (IterableDataset,), methods)()
+    monkeypatch.setattr(do.module("ddp_torchrun.py"), "load_dataset", lambda *_: (stream, []))
+    message = "expected unspecified sampler option" if length else "has no len()"
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        do("ddp_torchrun.py", 1)
+    assert f"`{message}`" in (ROOT / "docs" / "errors.md").read_text()
 
 
 def test_a_temporary_folder_whose_path_is_too_long_for_workers(monkeypatch):

@@ -20,7 +20,7 @@ MUTANTS = {
     "test_same_job.py::test_the_same_steps": [
         (SPAWN, SHARD, "DistributedSampler(train_set)"),
         (SPAWN, "range(rank, len(val_set), world_size)", "range(len(val_set))"),
-        (TORCHRUN, "len(targets) / step_samples", "1 / args.accumulate"),
+        (TORCHRUN, "min(step_size, samples - done)", "step_size"),
     ],
     "test_same_job.py::test_no_sample_is_lost_where_the_processes_do_not_divide_the_data": [
         (SPAWN, SHARD, SHARD.replace(")", ", drop_last=True)")),
@@ -67,7 +67,7 @@ MUTANTS = {
         (SINGLE, '        group["lr"] = rate\n', "        pass\n"),
     ],
     "test_resume.py::test_an_epoch_goes_on_in_the_middle": [
-        (TORCHRUN, "epoch * steps + done // samples_per_step", "epoch * steps"),
+        (TORCHRUN, "epoch * steps + done // step_size", "epoch * steps"),
     ],
     f"{ENDS}[launch1-SIGTERM]": [
         (SPAWN, "signal.signal(signal.SIGTERM, signal.default_int_handler)", "pass"),
