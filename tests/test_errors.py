@@ -94,6 +94,24 @@ def test_a_stream_in_place_of_the_data_set_has_its_row(do, monkeypatch, length):
     assert f"`{message}`" in (ROOT / "docs" / "errors.md").read_text()
 
 
+@pytest.mark.slow("torchrun")
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("if rank == 1: dist.all_reduce(own)", "Connection closed by peer"),
+        ("dist.all_gather([own, own + 0], own)", "Received data size doesn't match expected size"),
+    ],
+)
+def test_a_rank_that_leaves_early_or_has_fewer_samples(run, tmp_path, program, message):
+    lines = ["import torch, torch.distributed as dist", 'dist.init_process_group("gloo")']
+    lines += ["rank = dist.get_rank()", "own = torch.zeros(1000 + rank)"]
+    lines += ["dist.all_reduce(torch.zeros(1))", program]
+    (tmp_path / "program.py").write_text("\n".join(lines))
+    launch = f"torchrun --standalone --nproc_per_node=2 {tmp_path}/program.py"
+    assert message in run(launch, status=1)
+    assert f"`{message}`" in (ROOT / "docs" / "pitfalls.md").read_text()
+
+
 def test_a_temporary_folder_whose_path_is_too_long_for_workers(monkeypatch):
     """Without the line, the workers fail and the ranks wait for ever. 75 characters work."""
     monkeypatch.setattr(tempfile, "tempdir", f"/{'x' * 74}")
