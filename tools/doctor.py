@@ -32,8 +32,8 @@ HERE = Path(__file__).resolve().parent
 PAGE, PITFALLS, LOOP = "docs/doctor.md#", "docs/pitfalls.md#", "docs/your_loop.md#"
 DATA, WEIGHTS, LIMITS = (PAGE + name for name in ("data", "gradients-and-weights", "limits"))
 SHUFFLE = PITFALLS + "an-epoch-takes-as-long-on-two-devices-as-on-one"
-SPLIT = PITFALLS + "ranks-evaluate-on-what-other-ranks-train-on"
-SKIP = PITFALLS + "received-data-size-doesnt-match-expected-size"
+SPLIT = PITFALLS + "validation-accuracy-is-too-good"
+SKIP = PITFALLS + "one-rank-takes-fewer-steps-than-the-others"
 HANG = PITFALLS + "the-job-hangs-in-a-collective"
 EARLY = PITFALLS + "the-first-update-comes-too-early"
 

@@ -169,15 +169,15 @@ def reentrant(rank, wrong):
 
 def accumulate(rank, wrong):
     model = DDP(nn.Linear(1, 1, bias=False))
-    updates = []
-    for step in range(10):
+    updates, count = [], 10
+    for step in range(count):
         loss = model(torch.ones(1, 1)).mean()  # its gradient is 1
         if wrong:
             loss.backward()
             update = step % 4 == 0
         else:
-            (loss / min(4, 10 - step // 4 * 4)).backward()
-            update = (step + 1) % 4 == 0 or step + 1 == 10
+            (loss / min(4, count - step // 4 * 4)).backward()
+            update = (step + 1) % 4 == 0 or step + 1 == count
         if update:
             updates.append(f"{model.module.weight.grad.item()} after step {step}")
             model.zero_grad()
@@ -420,7 +420,7 @@ def relative_path(rank, wrong):
         torch.save({"epoch": 3}, "snapshot.pt")  # the run before: rank 0 saved, on its node
     epoch = torch.load("snapshot.pt")["epoch"] if os.path.exists("snapshot.pt") else 0
     if not wrong:
-        epochs = [None, None]
+        epochs = [None] * dist.get_world_size()
         dist.all_gather_object(epochs, epoch)
         assert len({*epochs}) == 1, f"the ranks begin at epochs {epochs}"
     print("begins at epoch", epoch)
