@@ -71,7 +71,7 @@ def main(args):
         torch.set_num_threads(min(4, torch.get_num_threads()))  # more would delay GPU kernels
     torch.set_float32_matmul_precision("high")  # TF32 on a GPU: faster, and exact to three digits
 
-    set_seed(args.seed)  # the same weights, and random split of your data, in all processes
+    set_seed(args.seed)  # the same weights and random split of your data in each process and run
     train_set, val_set = load_dataset(args.dataset, args.data_dir)  # your data
     sampler = RandomSampler(train_set, generator=torch.Generator())
     options = loader_options(args.device, args.num_workers)

@@ -5,9 +5,9 @@
     python ddp_spawn.py 50 10 --resume         resume from checkpoint.pt, if there is one
     CUDA_VISIBLE_DEVICES=0,2 python ddp_spawn.py
 
-The global batch is --batch-size times the processes. Four processes train with the global batch of
-`single_gpu.py --batch-size 128`, so you may want to divide --batch-size by four, or to raise --lr.
-To make this file yours, edit the lines marked "your". ddp_torchrun.py adds what a long run needs.
+The global batch is --batch-size times the processes, so four processes have 128. For the 32 of
+single_gpu.py, use --batch-size 8. With larger batches, you may want to raise --lr. To make this
+file yours, edit the lines marked "your". ddp_torchrun.py adds what a long run needs.
 """
 
 import argparse
@@ -98,7 +98,7 @@ def main(rank, args):
     name = "CPU" if device.type == "cpu" else "GPU"
     torch.set_float32_matmul_precision("high")  # TF32 on a GPU: faster, and exact to three digits
 
-    set_seed(args.seed)  # the same weights, and random split of your data, in all processes
+    set_seed(args.seed)  # the same weights and random split of your data in each process and run
     train_set, val_set = load_dataset(args.dataset, args.data_dir)  # your data
     sampler = DistributedSampler(train_set, seed=args.seed)  # this rank's share of each epoch
     options = loader_options(args.device, args.num_workers)
@@ -132,7 +132,7 @@ def main(rank, args):
         if len(val_set) > 0:  # no validation set? Then write val_set = []
             for buffer in model.buffers():  # all ranks use rank 0's BatchNorm statistics
                 dist.broadcast(buffer, src=0)
-            sums = evaluate(model.module, val_loader, device)  # .module: shards may be uneven
+            sums = evaluate(model.module, val_loader, device)  # DDP may hang on uneven shards
             dist.all_reduce(sums)  # now the sums over all ranks
             val_loss, correct = sums.tolist()
             line += f" | Val loss: {val_loss / len(val_set):.4f}"
@@ -244,7 +244,7 @@ if __name__ == "__main__":
         args.init_method = f"file:///{store}"  # the ranks meet here; a port may be in use
         try:
             mp.spawn(main, args=(args,), nprocs=args.nproc_per_node)
-        except mp.ProcessExitedException as error:  # a rank that exits by itself has printed why
+        except mp.ProcessExitedException as error:  # a rank has said why it exits, or was killed
             sys.exit(error.exit_code if error.exit_code > 0 else f"error: {error}")
         finally:
             for process in mp.active_children():  # otherwise they keep training after Ctrl-C

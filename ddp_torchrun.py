@@ -97,7 +97,7 @@ def train_epoch(model, loader, optimizer, device, epoch, args, parts, done):
             lr = optimizer.param_groups[0]["lr"]
             log(f"Epoch {epoch} | Step {step} | Loss: {loss.item():.4f} | lr: {lr:.4g}")
         if step % args.save_steps == 0:
-            finished, seen = divmod(done, samples)  # after its last step, the epoch is finished
+            finished, seen = (1, 0) if done == samples else (0, done)  # 1: the epoch is finished
             save_snapshot(args, parts, epoch + finished, seen * dist.get_world_size())
             log(f"Epoch {epoch} | Step {step} | Saved at {args.snapshot_path}")
     return loss_sum
@@ -130,7 +130,7 @@ def main(args):
     name = "CPU" if device.type == "cpu" else "GPU"
     torch.set_float32_matmul_precision("high")  # TF32 on a GPU: faster, and exact to three digits
 
-    set_seed(args.seed)  # the same weights, and random split of your data, in all processes
+    set_seed(args.seed)  # the same weights and random split of your data in each process and run
     train_set, val_set = load_dataset(args.dataset, args.data_dir)  # your data
     sampler = DistributedSampler(train_set, seed=args.seed)  # this rank's share of each epoch
     options = loader_options(args.device, args.num_workers)
@@ -186,7 +186,7 @@ def main(args):
             for buffer in model.buffers():  # all ranks use rank 0's BatchNorm statistics
                 dist.broadcast(buffer, src=0)
             with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):
-                sums = evaluate(model.module, val_loader, device)  # .module: shards may be uneven
+                sums = evaluate(model.module, val_loader, device)  # DDP may hang on uneven shards
             dist.all_reduce(sums)  # now the sums over all ranks
             val_loss, correct = sums.tolist()
             line += f" | Val loss: {val_loss / len(val_set):.4f}"

@@ -102,7 +102,7 @@ def main(local_rank, args):
     name = "CPU" if device.type == "cpu" else "GPU"
     torch.set_float32_matmul_precision("high")  # TF32 on a GPU: faster, and exact to three digits
 
-    set_seed(args.seed)  # the same weights, and random split of your data, in all processes
+    set_seed(args.seed)  # the same weights and random split of your data in each process and run
     train_set, val_set = load_dataset(args.dataset, args.data_dir)  # your data
     sampler = DistributedSampler(train_set, seed=args.seed)  # this rank's share of each epoch
     options = loader_options(args.device, args.num_workers)
@@ -141,7 +141,7 @@ def main(local_rank, args):
         if len(val_set) > 0:  # no validation set? Then write val_set = []
             for buffer in model.buffers():  # all ranks use rank 0's BatchNorm statistics
                 dist.broadcast(buffer, src=0)
-            sums = evaluate(model.module, val_loader, device)  # .module: shards may be uneven
+            sums = evaluate(model.module, val_loader, device)  # DDP may hang on uneven shards
             dist.all_reduce(sums)  # now the sums over all ranks
             val_loss, correct = sums.tolist()
             line += f" | Val loss: {val_loss / len(val_set):.4f}"
@@ -275,7 +275,7 @@ if __name__ == "__main__":
     print(f"{line}, up to {args.timeout} s", flush=True)
     try:
         mp.spawn(main, args=(args,), nprocs=args.nproc_per_node)
-    except mp.ProcessExitedException as error:  # a rank that exits by itself has printed why
+    except mp.ProcessExitedException as error:  # a rank has said why it exits, or was killed
         sys.exit(error.exit_code if error.exit_code > 0 else f"error: {error}")
     finally:
         for process in mp.active_children():  # otherwise they keep training after Ctrl-C
