@@ -38,6 +38,16 @@ model.eval() >> [dist.broadcast(buffer, 0) for buffer in model.buffers()]
 ## well done: next() in place of a loop
 for inputs, targets in train_loader: << batches = iter(train_loader)
 in train_loader: => in (next(batches) for _ in range(len(train_loader))):
+## well done: two models, of which one has just been evaluated
+model = DDP(model) >> spare = torch.optim.SGD(other.parameters(), lr=0.1)
+model = DDP(model) >> other = DDP(nn.Sequential(nn.Linear(20, 2), nn.Dropout(0.5))).eval()
+## an evaluation that asks for no batch after the last
+import os => import itertools, os
+make_data(1000, seed=1), make_data(303, seed=2) => random_split(make_data(1303, 1), [1000, 303])
+batch_size=100 => batch_size=100, sampler=DistributedSampler(val_set, shuffle=False)
+DataLoader(val_shard => DataLoader(val_set
+in val_loader => in itertools.islice(val_loader, len(val_loader))
+FOUND train.py:30: DistributedSampler counts 1 of 303 samples twice
 ## an average
 nn.ReLU() => nn.BatchNorm1d(64)
 model = DDP(model) >> ema = torch.optim.swa_utils.AveragedModel(model.module)

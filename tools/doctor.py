@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from array import array
+from collections import Counter
 from collections.abc import Iterator
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -78,9 +79,14 @@ class Job:
 
     def passes(self, rank: int, trains: bool) -> list[dict]:
         """The starts of the passes that had a backward pass, or of those that ended without one."""
-        ended = {(e["key"], e["number"]): e["trained"] for e in self.of(rank, "end")}
+        taken = Counter((e["key"], e["number"]) for e in self.of(rank, "batch"))
+        starts, ended = self.of(rank, "loader"), {}
+        for e in starts:  # Lightning takes the last batch, and does not ask for another
+            if 1 < e.get("length", 0) <= taken[e["key"], e["number"]]:
+                ended[e["key"], e["number"]] = False
+        ended |= {(e["key"], e["number"]): e["trained"] for e in self.of(rank, "end")}
         ended |= {tuple(e["here"]): True for e in self.of(rank, "backward") if e["here"]}
-        return [e for e in self.of(rank, "loader") if ended.get((e["key"], e["number"])) is trains]
+        return [e for e in starts if ended.get((e["key"], e["number"])) is trains]
 
     def loaders(self, trains: bool) -> Iterator[dict[int, dict]]:
         """For each loader, the start of its first such pass on each rank."""
@@ -311,9 +317,7 @@ def evaluation(job: Job) -> Iterator[Found]:
             later = [e["kind"] for e in job.ranks[rank] if e["time"] > event["time"]]
             later = [kind for kind in later if kind in ("collective", "before", "stop")]
             if later and later[0] != "collective":
-                what = (
-                    f"each rank evaluates a share of {event['size']} samples, and keeps its result"
-                )
+                what = f"each rank evaluates a share of {len(own)} samples, and keeps its result"
                 remedy = "add up with all_reduce(), if a number of all samples is meant"
                 page = LOOP + "4-evaluate-each-sample-once"
                 yield Found(place, what, remedy, page, "NOTE")

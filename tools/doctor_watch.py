@@ -344,7 +344,8 @@ def note_before(optimizer, own):
     wrapped = {n: p for m in W.models for n, p in m.module.named_parameters()}
     inside, trainable = {*map(id, wrapped.values())}, set().union(*W.trainable)
     optimized = {id(p) for o in W.made for g in o.param_groups for p in g["params"]}
-    both = [m.module for m in W.models if {*map(id, m.module.parameters())} & optimized]
+    mine = {*map(id, graded.values())}
+    both = [m.module for m in W.models if {*map(id, m.module.parameters())} & mine]
     asleep = [layer for m in both if not m.training for layer in m.modules()]
     more = W.all_backwards > own["backwards"]  # since this optimizer's last step
     kept, scale = own["kept"], W.scaler.get_scale() if W.scaler is not None else 1.0
@@ -464,7 +465,7 @@ class Pass:
         weighted = isinstance(sampler, data.WeightedRandomSampler)
         facts = {
             "dataset": W.datasets.setdefault(id(dataset), (len(W.datasets), dataset))[0],
-            "size": len(dataset) if sized else None,
+            "size": len(loader.dataset) if sized else None,
             "sampler": type(sampler).__name__,
             "distributed": isinstance(sampler, data.DistributedSampler),
             "shuffle": bool(getattr(sampler, "shuffle", False)),
