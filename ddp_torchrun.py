@@ -97,8 +97,10 @@ def train_epoch(model, loader, optimizer, device, epoch, args, parts, done):
             lr = optimizer.param_groups[0]["lr"]
             log(f"Epoch {epoch} | Step {step} | Loss: {loss.item():.4f} | lr: {lr:.4g}")
         if step % args.save_steps == 0:
-            finished, seen = (1, 0) if done == samples else (0, done)  # 1: the epoch is finished
-            save_snapshot(args, parts, epoch + finished, seen * dist.get_world_size())
+            if done == samples:  # this step was the epoch's last
+                save_snapshot(args, parts, epoch + 1)
+            else:
+                save_snapshot(args, parts, epoch, done * dist.get_world_size())
             log(f"Epoch {epoch} | Step {step} | Saved at {args.snapshot_path}")
     return loss_sum
 
@@ -143,7 +145,9 @@ def main(args):
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     optimizer = torch.optim.SGD(model.parameters(), args.lr, args.momentum)  # your optimizer
     parts = {"model": model, "optimizer": optimizer}  # what a snapshot holds
-    first_epoch, samples_seen = load_snapshot(args, parts) if args.resume else (0, 0)
+    first_epoch = samples_seen = 0
+    if args.resume:
+        first_epoch, samples_seen = load_snapshot(args, parts)
     for group in optimizer.param_groups:  # your schedule
         group["initial_lr"] = group["lr"]  # what lr_factor multiplies
     own = {"train_size": len(train_set), "val_size": len(val_set), "snapshot's epoch": first_epoch}

@@ -55,7 +55,7 @@ MUTANTS = {
         (SPAWN, "weight.isfinite()", "~weight.isnan()"),
     ],
     "test_snapshots.py::test_snapshots_within_an_epoch": [
-        (TORCHRUN, "args, parts, epoch + finished,", "args, parts, epoch,"),
+        (TORCHRUN, "if done == samples:", "if False:"),
     ],
     "test_snapshots.py::test_what_a_snapshot_holds": [
         (SPAWN, 'parts = {"model": model,', 'parts = {"model": DDP(model),'),
