@@ -25,7 +25,7 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Iterator
-from itertools import combinations, pairwise
+from itertools import chain, combinations, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -103,13 +103,16 @@ class Job:
             numbers.frombytes((self.folder / event[name]).read_bytes())
         return numbers.tolist()
 
+    def rows(self, rank: int, event: dict) -> list[list]:
+        """Checksums of the first samples in each of the first batches of a pass."""
+        here = event["key"], event["number"]
+        batches = [e["rows"] for e in self.of(rank, "batch") if (e["key"], e["number"]) == here]
+        return [batch for batch in batches if batch]
+
     def common_rows(self, loader: dict) -> set:
         """Samples of the first batches that the first rank and another one get."""
-        here, rows = (loader["key"], loader["number"]), {}
-        for rank in self.ranks:
-            batches = [e for e in self.of(rank, "batch") if (e["key"], e["number"]) == here]
-            rows[rank] = {row for e in batches for row in e["rows"]}
-        return rows[self.first] & set().union(*(rows[rank] for rank in self.others))
+        mine, *others = ({*chain(*self.rows(r, loader))} for r in (self.first, *self.others))
+        return mine & set().union(*others)
 
     def same_rows(self, kind: str, **name: object) -> bool:
         """Whether a rank gets the same batches as the first one."""
@@ -257,8 +260,13 @@ def order(job: Job) -> Iterator[Found]:
     for events in passes.values():
         first, place = events[0], events[0]["place"]
         one, *others = (job.numbers(e, "drawn") for e in events[:2])
-        if [one] == others and len({*one}) > 3 and job.others:
-            what = f"two epochs have the same order of {len(one)} samples"
+        what = f"two epochs have the same order of {len(one)} samples"
+        same = [one] == others and len({*one}) > 3
+        if not one and len(events) > 1 and "length" in first:  # the sampler is not torch's
+            before, after = (job.rows(job.first, e) for e in events[:2])
+            what = "two epochs begin with the same batches"
+            same = before[: len(after)] == after and len(after) > 1
+        if same and job.others:
             page = PITFALLS + "every-epoch-has-the-same-order"
             if first["distributed"] and first["shuffle"]:
                 yield Found(place, what, "call sampler.set_epoch(epoch) in each epoch", page)
@@ -584,6 +592,9 @@ def limits(job: Job) -> Iterator[Found]:
         what = "fully_shard's shards are not compared"
         remedy = "compare the loss with that of one process"
         yield Found("the model", what, remedy, LIMITS, "NOTE")
+    if max(len(job.ranks), job.start["told"]) == 1:
+        what, remedy = "one process has trained, so none was compared", "start two"
+        yield Found("the program", what, remedy, LIMITS, "NOTE")
     if not job.all("before"):
         yield Found("the program", "no optimizer has made a step", "let it train", LIMITS, "NOTE")
     elif len(epochs) == 1 and epochs[0].get("distributed") and not job.status:
@@ -610,7 +621,7 @@ def speed(job: Job) -> str:
     parts = {}
     for phase in ("with", "alone"):
         own = [e for e in job.of(job.first, "timed") if e["phase"] == phase]
-        if count := sum(e["first"] for e in own):
+        if count := max(Counter(e["optimizer"] for e in own).values(), default=0):
             names = ("total", "data", "update", "synced")
             parts[phase] = [sum(e[name] for e in own) / count for name in names]
     if "with" not in parts:

@@ -381,7 +381,7 @@ def after(optimizer):
         note_after(optimizer, own)
     elif W.phase in ("with", "alone"):
         parts = {"total": end - W.begun, "data": W.waited, "update": end - own["time"]}
-        W.note("timed", phase=W.phase, first=own["number"] == 0, synced=W.synced, **parts)
+        W.note("timed", phase=W.phase, optimizer=own["number"], synced=W.synced, **parts)
     W.steps += 1
     W.forwards = W.synced = W.backwards = W.batches = 0
     W.incoming, W.waited, W.begun = [], 0.0, now()
