@@ -205,6 +205,7 @@ def main << Noisy = type("Noisy", (TensorDataset,), {"__getitem__": noise})
 make_data(303, seed=2) => Noisy(*make_data(303, seed=2).tensors)
 nn.ReLU() => nn.Dropout(0.5)
 dist.all_reduce(correct) => pass
+NOTE train.py:33: two epochs begin with the same batches: shuffle them in each epoch
 NOTE train.py:33: only the first batches are compared, because Batches is not torch's
 FOUND train.py:55: ranks 0 and 1 draw the same random numbers from torch
 FOUND train.py:52: the loss is divided by 20 on rank 0 and by 25 on rank 1
