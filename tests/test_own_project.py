@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from helpers.files import difference, load, same_bytes
+from helpers.files import difference, load, patched, same_bytes
 from helpers.jobs import ROOT, SCRIPTS, epochs
 from helpers.ranks import train
 
@@ -128,23 +128,26 @@ def test_a_copy_needs_no_common(tmp_path):
     assert same_bytes(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt"))
 
 
+LOGS = """@@ at module level, before what the guard has made ready, and after what the rank has
+ import argparse
++import logging
++
++print("module level")
+@@
+ def main(rank, args):
++    logging.info("unheard")
++    logging.basicConfig(level=logging.INFO, force=True)
++    logging.info("heard")
+@@
+     args = parse_args()
++    logging.basicConfig(level=logging.INFO)
+"""
+
+
 @pytest.mark.slow("mp.spawn")
 def test_what_stands_under_the_main_guard_is_not_there_in_the_ranks(run, tmp_path):
     """And what stands at module level runs in each of them, too."""
-    text = (ROOT / "ddp_spawn.py").read_text()
-    for old, added in (
-        ("import argparse\n", "import logging\n\nprint('module level')\n"),
-        ("    args = parse_args()\n", "    logging.basicConfig(level=logging.INFO)\n"),
-        ("def main(rank, args):\n", "    logging.info('unheard')\n"),
-        (
-            "    logging.info('unheard')\n",
-            "    logging.basicConfig(level=logging.INFO, force=True)\n",
-        ),
-        ("force=True)\n", "    logging.info('heard')\n"),
-    ):
-        assert text.count(old) == 1, old
-        text = text.replace(old, old + added)
-    (tmp_path / "train.py").write_text(text)
+    (tmp_path / "train.py").write_text(patched((ROOT / "ddp_spawn.py").read_text(), LOGS))
     shutil.copytree(ROOT / "common", tmp_path / "common")
     text = run(str(tmp_path / "train.py"), 1, "--nproc-per-node", 2, "--log-interval", 0)
     assert [text.count(what) for what in ("module level", ":unheard", ":heard")] == [3, 0, 2], text

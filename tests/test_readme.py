@@ -80,6 +80,12 @@ def test_the_lines_that_steps_quotes_are_in_the_scripts():
                 assert line[0] not in found or line[1:].strip() in found[line[0]], line
 
 
+def test_the_lines_of_your_loops_table_are_in_ddp_torchrun():
+    rows = table((ROOT / "docs" / "your_loop.md").read_text(), "what it adds")
+    code = (ROOT / "ddp_torchrun.py").read_text()
+    assert [line for *_, line in rows if line.strip("`") not in code] == []
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_the_options_of_reference_and_of_the_docstring(script):
     _, docstring, code = (ROOT / script).read_text().split('"""', 2)

@@ -26,15 +26,6 @@ def test_draws_differ_by_every_number_and_repeat():
     set_seed(-1)  # NumPy takes 32 bits only, and none below 0
 
 
-def test_all_devices_are_seeded_too(monkeypatch):
-    seeds = []
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
-    for rank in (0, 1, 0):
-        set_seed(7, rank)
-    assert seeds[0] == seeds[2] != seeds[1]
-
-
 @every_form
 def test_each_epoch_has_its_order_and_its_random_numbers(do, monkeypatch, script):
     """And begins with the split and the weights of --seed. The rest of an epoch that

@@ -102,31 +102,25 @@ def test_gradients_are_sent_once_a_step(do, monkeypatch):
 def test_no_sample_is_lost_where_other_ranks_go_on_in_mid_epoch(do, monkeypatch, before):
     """Of 41 samples, those before the stop are the first of the epoch's order. The other ranks
     begin where these end, or less than one sample a rank before that."""
-    do(TORCHRUN, 1, *MLP)
-    module, args, found = do.last.module, do.last.args, []
-    args.resume = True
-    shares = [DistributedSampler(range(41), before, rank, seed=args.seed) for rank in range(before)]
-    done = [*chain(*zip(*shares, strict=True))][: 5 * before]
+    shares = [DistributedSampler(range(41), before, rank, seed=42) for rank in range(before)]
+    done, found = [*chain(*zip(*shares, strict=True))][: 5 * before], []
 
     def train_epoch(model: object, loader: DataLoader, *given: object) -> torch.Tensor:
         found.append((given[-1], [*loader.sampler]))
         return torch.zeros(())
 
+    fakes = {"train_epoch": train_epoch, "load_snapshot": lambda *_: (0, len(done))}
+    fakes["load_dataset"] = lambda *_: (make_digits(41, 0), [])
     for name in ("same_on_all_ranks", "save_snapshot", "log"):
-        monkeypatch.setattr(module, name, lambda *_, **__: None)
-    monkeypatch.setattr(module, "ddp_setup", lambda _: torch.device("cpu"))
-    monkeypatch.setattr(module, "load_dataset", lambda *_: (make_digits(41, 0), []))
-    monkeypatch.setattr(module, "load_snapshot", lambda *_: (0, len(done)))
-    monkeypatch.setattr(module, "DDP", lambda model, **_: model)
-    monkeypatch.setattr(module, "train_epoch", train_epoch)
-    for name in ("all_reduce", "destroy_process_group"):
-        monkeypatch.setattr(dist, name, lambda *_: None)
+        fakes[name] = lambda *_, **__: None
+    for name, fake in fakes.items():
+        monkeypatch.setattr(do.module(TORCHRUN), name, fake)
     for world_size in (1, 2, 3, 4):
         monkeypatch.setattr(dist, "get_world_size", lambda *_, size=world_size: size)
         found.clear()
         for rank in range(world_size):
             monkeypatch.setattr(dist, "get_rank", lambda *_, rank=rank: rank)
-            module.main.__wrapped__(args)
+            do(TORCHRUN, 1, *MLP, "--resume")
         rest = [*chain(*(part for _, part in found))]
         assert {*done, *rest} == {*range(41)}
         assert {before for before, _ in found} == {len(done) // world_size}

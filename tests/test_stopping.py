@@ -17,6 +17,7 @@ from helpers.files import load
 from helpers.jobs import NODE2, ROOT, SPAWN2, TORCHRUN, Job
 
 TWO = (TORCHRUN.format(2),)
+SLOW = pytest.mark.slow("the same, with another launcher")
 
 
 def end(job: Job, how: str) -> tuple[int, str]:
@@ -46,7 +47,7 @@ def end(job: Job, how: str) -> tuple[int, str]:
         ((*SPAWN2, "--num-workers", 1), "SIGKILL of rank 1"),
         (NODE2, "SIGTERM to all"),
         (TWO, "SIGTERM"),
-        ((*TWO, "--num-workers", 1), "SIGKILL of rank 1"),
+        pytest.param((*TWO, "--num-workers", 1), "SIGKILL of rank 1", marks=SLOW),
     ],
 )
 def test_a_job_ends_at_once_and_keeps_its_last_snapshot(start, tmp_path, fashion, launch, how):
@@ -91,7 +92,7 @@ def test_an_exception_of_any_rank(run, fashion):
     assert "Connection closed" not in text and "Epoch 3 " not in text
 
 
-@pytest.mark.parametrize("launch", [SPAWN2, pytest.param(TWO, marks=pytest.mark.slow("the same"))])
+@pytest.mark.parametrize("launch", [SPAWN2, pytest.param(TWO, marks=SLOW)])
 def test_what_is_registered_for_the_end_is_run(run, tmp_path, fashion, launch):
     """By each rank, and by their parent, because experiment trackers upload then what they have."""
     text = run(*launch, 1, *fashion(100, 10), LADDER_ATEXIT=1, TMPDIR=tmp_path)
