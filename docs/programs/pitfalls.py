@@ -176,7 +176,8 @@ def accumulate(rank, wrong):
             loss.backward()
             update = step % 4 == 0
         else:
-            (loss / min(4, count - step // 4 * 4)).backward()
+            size = min(4, count - step // 4 * 4)  # the last group may have fewer micro-batches
+            (loss / size).backward()
             update = (step + 1) % 4 == 0 or step + 1 == count
         if update:
             updates.append(f"{model.module.weight.grad.item()} after step {step}")
