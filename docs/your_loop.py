@@ -42,6 +42,7 @@ def main():
     for epoch in range(first_epoch, 5):
         model.train()
         sampler.set_epoch(epoch)  # a new order in each epoch, the same in each run
+        torch.manual_seed(1000 * epoch + rank)  # otherwise dropout would be the same on all ranks
         for inputs, targets in train_loader:
             inputs, targets = inputs.to(device), targets.to(device)
             loss = F.cross_entropy(model(inputs), targets)
@@ -49,6 +50,8 @@ def main():
             loss.backward()
             optimizer.step()
         model.eval()
+        for buffer in model.buffers():  # all ranks use rank 0's BatchNorm statistics
+            dist.broadcast(buffer, src=0)
         correct = torch.zeros((), device=device)
         with torch.no_grad():
             for inputs, targets in val_loader:

@@ -254,21 +254,6 @@ def negatives(rank, wrong):
     print(f"gradient {module.weight.grad[0, 0].item():.3f}, in one process {alone:.3f}")
 
 
-def two_forwards(rank):
-    batches = torch.randn(2, 8, 4)
-    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    model = DDP(module)
-    gradients = []
-    for network in (module, model):
-        module.zero_grad()
-        real, fake = (network(batch[rank::2]) for batch in batches)
-        (real - fake).exp().sum().backward()
-        gradient = module[0].weight.grad.clone()
-        dist.all_reduce(gradient)
-        gradients.append(gradient)
-    print("the gradients are those without DDP:", torch.allclose(*gradients))
-
-
 def unused(rank, wrong):
     modules = nn.ModuleDict({"used": nn.Linear(4, 1), "unused": nn.Linear(4, 1)})
     modules.forward = lambda source: modules["used"](source)
@@ -335,16 +320,14 @@ def wrapper(rank, wrong):
         print("outputs", len(output))
 
 
-def strided(rank, wrong):
-    table = torch.tensor([[1.0, 2.0], [3.0, 4.0]]) * (1 - rank)  # zeros on rank 1
-    module = nn.Module()
-    if wrong:
-        module.register_buffer("column", table[:, 0])
-    else:
-        module.register_buffer("column", table[:, 0].clone())
-    for buffer in module.buffers():  # before an evaluation
-        dist.broadcast(buffer, src=0)
-    print("column", module.column.tolist())
+def statistics(rank, wrong):
+    model = DDP(nn.BatchNorm1d(1))
+    model(torch.full((2, 1), rank + 1.0))  # in training mode, so it changes the running mean
+    if not wrong:
+        for buffer in model.buffers():
+            dist.broadcast(buffer, src=0)
+    model.eval()
+    print(f"running mean {model.module.running_mean.item():.1f}")
 
 
 def local_rank(rank, wrong):
