@@ -1,5 +1,6 @@
 """tools/doctor.py finds each kind of mistake in a program that makes it, and none without it."""
 
+import contextlib
 import json
 import os
 import re
@@ -152,6 +153,13 @@ FOUND train.py:29: the samples 0, n/2 and n-1 are others on rank 1 (targets
 FOUND train.py:32: the ranks number the classes differently
 FOUND train.py:54: ranks 0 and 1 draw the same random numbers from numpy
 the gradients of ranks 0 and 1 differ, because forward() did not go through DDP
+## other data, with augmentation, and a loss that is a sum
+make_data(1000, seed=1) => Noisy(*make_data(1000, seed=rank).tensors)
+def main << def noise(own, i): return own.tensors[0][i] + torch.randn(20), own.tensors[1][i]
+def main << Noisy = type("Noisy", (TensorDataset,), {"__getitem__": noise})
+(model(inputs), targets) => (model(inputs), targets, reduction="sum") / 32
+FOUND train.py:30: the samples 0, n/2 and n-1 are others on rank 1
+NOTE train.py:50: what this loss is divided by is not judged
 ## accumulation
 @accumulate
 (i + 1) % 4 == 0 => i % 4 == 0
@@ -298,7 +306,7 @@ def examine(folder: Path, program: str, *arguments: str, patience: int = 30) -> 
     """The doctor's lines about a program, whose ranks are forks, which saves most of the time."""
     (folder / "train.py").write_text(program)
     start_server()
-    with socket.socket() as held, tempfile.TemporaryDirectory() as notes:
+    with socket.socket() as held, tempfile.TemporaryDirectory() as notes, contextlib.chdir(folder):
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("localhost", 0))
         env = {"MASTER_ADDR": "localhost", "MASTER_PORT": held.getsockname()[1], "DOCTOR_KEEP": ""}
@@ -309,7 +317,7 @@ def examine(folder: Path, program: str, *arguments: str, patience: int = 30) -> 
         ranks = mp.start_processes(one_rank, given, 2, False, start_method="forkserver")
         try:
             while not ranks.join(1):
-                doctor.end_stuck(Path(notes))
+                doctor.end_stuck(Path(notes), patience)
         except (mp.ProcessRaisedException, mp.ProcessExitedException):
             status = 1
         job = doctor.Job(Path(notes), status)

@@ -15,7 +15,9 @@ CHECKS.
 import argparse
 import contextlib
 import json
+import linecache
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -287,9 +289,10 @@ def meaning(job: Job) -> Iterator[Found]:
         if not probed or one["dataset"] in seen:
             continue
         a, b = one["targets"], two["targets"]
+        both = one["inputs"], two["inputs"]  # None: they cannot be compared
         if one["classes"] != two["classes"]:
             what, remedy = "the ranks number the classes differently", "sort their names"
-        elif one["distributed"] and one["inputs"] != two["inputs"] and not one["draws"]:
+        elif one["distributed"] and None not in both and both[0] != both[1]:
             what = f"the samples 0, n/2 and n-1 are others on rank {rank}"
             what += f" (targets {a} and {b})"[:120] if a != b else ""
             remedy = "make the data with the same seed, and shard them once"
@@ -352,7 +355,7 @@ def buffers(job: Job) -> Iterator[Found]:
             what = f"rank {rank} evaluates with other weights or buffers"
             what += f" ({len(names)}, first {names[0]})"
             page = PITFALLS + "the-ranks-evaluate-with-different-buffers"
-            remedy = "update them on all ranks, and broadcast rank 0's before"
+            remedy = "call model.eval(), and broadcast rank 0's before"
             yield Found(one["key"].split("#")[0], what, remedy, page)
             return
 
@@ -588,6 +591,10 @@ def limits(job: Job) -> Iterator[Found]:
         what = f"only the first batches are compared, because {event['sampler']} is not torch's"
         remedy = "check yourself that the ranks share out an epoch"
         yield Found(event["place"], what, remedy, LIMITS, "NOTE")
+    for event in job.of(job.first, "sum")[:1] if job.others else ():
+        what, remedy = "what this loss is divided by is not judged", "divide it alike on all ranks"
+        page = LOOP + "loss-over-some-of-the-targets-only"
+        yield Found(event["where"], what, remedy, page, "NOTE")
     if any(e["sharded"] for e in job.all("before")):
         what = "fully_shard's shards are not compared"
         remedy = "compare the loss with that of one process"
@@ -646,23 +653,48 @@ def speed(job: Job) -> str:
 
 
 # --- the command
-def run(words: list[str], env: dict, folder: Path) -> int:
+def run(words: list[str], env: dict, folder: Path, patience: float) -> int:
     process = subprocess.Popen(words, env=env)
     while process.poll() is None:
         with contextlib.suppress(KeyboardInterrupt, subprocess.TimeoutExpired):
             process.wait(1)  # Ctrl-C ends the command, too
-        end_stuck(folder)
+        end_stuck(folder, patience)
     return process.returncode
 
 
-def end_stuck(folder: Path) -> None:
-    """Kill the ranks if none of them does anything any more."""
-    last = {file: read(file)[-1:] for file in folder.glob("*.jsonl")}
-    kinds = {events[0]["kind"] for events in last.values() if events}
-    if "stuck" in kinds and kinds <= {"stuck", "stop", "crash"}:
-        for file in last:
-            with contextlib.suppress(ProcessLookupError):
+def end_stuck(folder: Path, patience: float) -> None:
+    """If no rank has done anything for a while, ask each one where it stands, and end them all."""
+    last = {file: events[-1] for file in folder.glob("*.jsonl") if (events := read(file))}
+    over = ("stop", "crash", "stuck")
+    waiting = {file: event for file, event in last.items() if event["kind"] not in over}
+    for event in waiting.values():
+        seconds = patience if event["step"] else 10 * patience  # the first may compile something
+        if time.time() - event["time"] < seconds:
+            return
+    for file in waiting:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(file.stem), signal.SIGUSR2)  # faulthandler writes a .stack
+    time.sleep(1 if waiting else 0)
+    for file, event in waiting.items():
+        if lines := stack(file.with_suffix(".stack")):
+            with file.open("a") as notes:
+                notes.write(json.dumps({**event, "kind": "stuck", "stack": lines}) + "\n")
+        with contextlib.suppress(ProcessLookupError):
+            group = os.getpgid(int(file.stem))
+            if group == os.getpgid(0):
                 os.kill(int(file.stem), signal.SIGKILL)
+            else:  # torchrun's: a rank, and the workers of its loaders
+                os.killpg(group, signal.SIGKILL)
+
+
+def stack(file: Path) -> list[str]:
+    """The last lines of the user's own that faulthandler has written, the innermost first."""
+    own = []
+    for name, number in re.findall(r'^  File "(.*)", line (\d+) in ', file.read_text(), re.M):
+        if not name.startswith("<") and not re.search("/torch/|/lib/python|doctor", name):
+            line = linecache.getline(name, int(number)).strip()
+            own.append(f"{os.path.basename(name)}:{number} {line}")
+    return own[:3]
 
 
 def main() -> int:
@@ -691,7 +723,9 @@ def main() -> int:
     paths = filter(None, (str(HERE / "site"), os.environ.get("PYTHONPATH")))
     env |= {"PYTHONPATH": os.pathsep.join(paths)}
     try:
-        status = run(words, os.environ | {name: str(env[name]) for name in env}, folder)
+        status = run(
+            words, os.environ | {name: str(env[name]) for name in env}, folder, args.patience
+        )
         job = Job(folder, status)
         if not job.ranks:
             text = f"error: it ends with status {status}, and no process has trained"
@@ -702,7 +736,7 @@ def main() -> int:
         shutil.rmtree(folder, ignore_errors=True)
     count = sum(finding.label == "FOUND" for finding in found)
     lines = [*map(str, found), *filter(None, [speed(job)]), f"{count} found"]
-    print(*lines, sep="\n", flush=True)
+    print("", *lines, sep="\n", flush=True)  # the program may have left a progress bar
     if args.json:
         listed = {"found": [finding._asdict() for finding in found], "time": speed(job)}
         args.json.write_text(json.dumps(listed, indent=1) + "\n")

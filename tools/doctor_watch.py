@@ -8,6 +8,7 @@ of them without all-reduce, and the next pass that trains ends the process.
 
 import copy
 import dis
+import faulthandler
 import functools
 import inspect
 import json
@@ -18,7 +19,6 @@ import re
 import shutil
 import signal
 import sys
-import threading
 import time
 import traceback
 import weakref
@@ -59,11 +59,10 @@ class Watch:
         self.forwards = self.synced = self.backwards = self.batches = 0  # since the last step
         self.incoming, self.scaler, self.drawn = [], None, None
         self.phase, self.here = "look", None  # then with, alone, rest; the pass over a loader
-        self.last = self.begun = time.perf_counter()
+        self.begun = time.perf_counter()
         self.waited = 0.0
 
     def note(self, kind, **facts):
-        self.last = time.perf_counter()
         here = None if self.here is None else [self.here.key, self.here.number]
         event = {"kind": kind, "time": time.time(), "step": self.steps, "here": here, **facts}
         if self.file is None:
@@ -79,7 +78,10 @@ class Watch:
         told = int(os.environ.get("WORLD_SIZE", 1))
         self.note("start", rank=rank, world=world, told=told, cores=cores())
         self.file.writelines(json.dumps(event, default=str) + "\n" for event in early)
-        threading.Thread(target=guard, args=(threading.get_ident(),), daemon=True).start()
+        # doctor.py asks with this signal where the process stands. A thread that watches it could
+        # hang the loader workers that it forks.
+        self.stacks = open(os.path.join(FOLDER, f"{self.pid}.stack"), "w")  # noqa: SIM115
+        faulthandler.register(signal.SIGUSR2, self.stacks, all_threads=False)
 
     def looks(self):
         """Whether gradients, weights and random numbers are looked at in this step."""
@@ -267,6 +269,8 @@ def loss(original, *args, **kwargs):
 
 @careful
 def note_loss(result, given):
+    if given["reduction"] != "mean":
+        W.note("sum", where=where())
     if given["reduction"] != "mean" or given["target"].is_floating_point():
         return
     input, target, weight = given["input"], given["target"], given["weight"]
@@ -571,19 +575,31 @@ def probe(dataset):
     """What three samples are, and which random numbers they draw."""
     dataset, states = copy.copy(dataset), random_states()  # it may open a file: not in the user's
     names = [repr(getattr(dataset, name, None)) for name in ("classes", "class_to_idx")]
-    first, samples = checksums(states), []
+    found = []
     try:
-        samples = [tree_leaves(dataset[i]) for i in (0, len(dataset) // 2, len(dataset) - 1)]
-        drawn = [name for name, state in checksums(random_states()).items() if state != first[name]]
+        for _ in range(2):  # with the same numbers on all ranks
+            first = same_seed()
+            samples = [tree_leaves(dataset[i]) for i in (0, len(dataset) // 2, len(dataset) - 1)]
+            drawn = [n for n, state in checksums(random_states()).items() if state != first[n]]
+            plain = [[v.tolist() if hasattr(v, "tolist") else v for v in own] for own in samples]
+            found.append(zlib.crc32(repr(plain).encode()))
     finally:
         torch.set_rng_state(states["torch"])
         random.setstate(states["random"])
         if "numpy" in states:
             sys.modules["numpy"].random.set_state(states["numpy"])
-    plain = [[v.tolist() if hasattr(v, "tolist") else v for v in leaves] for leaves in samples]
     targets = [[v for v in leaves if isinstance(v, int | str)] for leaves in plain]
+    known = found[0] == found[1] and not own_generators()
     facts = {"classes": names, "targets": targets, "draws": drawn}
-    return facts | {"inputs": zlib.crc32(repr(plain).encode())}
+    return facts | {"inputs": found[0] if known else None}
+
+
+def same_seed():
+    torch.default_generator.manual_seed(0)
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    return checksums(random_states())
 
 
 # --- files: none of the user's is touched
@@ -714,20 +730,6 @@ def spawned(original, function, *args):
             raise
 
     original(told, *args)
-
-
-def guard(main):
-    """Say where this process stands if it has done nothing for a while. doctor.py decides."""
-    said = None
-    while True:
-        time.sleep(min(1, PATIENCE / 4))
-        patience = PATIENCE if W.steps else 10 * PATIENCE  # the first step may compile something
-        if time.perf_counter() - W.last > patience and said != W.last:
-            frames = traceback.extract_stack(sys._current_frames()[main])
-            own = [f for f in frames if not foreign(f.filename) and "/lib/python" not in f.filename]
-            lines = [f"{os.path.basename(f.filename)}:{f.lineno} {f.line}" for f in own[-3:]]
-            W.note("stuck", stack=lines[::-1])
-            said = W.last
 
 
 def stop():
