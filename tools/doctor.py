@@ -691,9 +691,10 @@ def stack(file: Path) -> list[str]:
     """The last lines of the user's own that faulthandler has written, the innermost first."""
     own = []
     for name, number in re.findall(r'^  File "(.*)", line (\d+) in ', file.read_text(), re.M):
-        if not name.startswith("<") and not re.search("/torch/|/lib/python|doctor", name):
+        base = os.path.basename(name)
+        if not re.search("^<|/torch/|/lib/python", name) and "doctor" not in base:
             line = linecache.getline(name, int(number)).strip()
-            own.append(f"{os.path.basename(name)}:{number} {line}")
+            own.append(f"{base}:{number} {line}")
     return own[:3]
 
 
