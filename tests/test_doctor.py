@@ -417,6 +417,15 @@ def test_what_two_ranks_note(tmp_path, line):
     assert world > 1 or found.count("FOUND") == 1  # and the two are not compared
 
 
+def test_where_a_rank_stands_is_a_line_of_the_users_own(tmp_path):
+    """Also where one of his folders is called doctor."""
+    (tmp_path / "train.py").write_text("first()\nsecond()\n")
+    frames = ["/x/torch/nn.py", "/x/tools/doctor_watch.py", tmp_path / "doctor" / "a.py"]
+    frames.append(tmp_path / "train.py")
+    (tmp_path / "1.stack").write_text("".join(f'  File "{f}", line 2 in main\n' for f in frames))
+    assert doctor.stack(tmp_path / "1.stack") == ["a.py:2 ", "train.py:2 second()"]
+
+
 def test_each_page_that_a_line_names_is_there(tmp_path):
     """And what pitfalls.md says of each mistake is what a test above has seen, but for numbers."""
     page = re.sub(r"\d+", "8", (ROOT / "docs" / "pitfalls.md").read_text())
