@@ -77,7 +77,6 @@ def test_two_processes_end_with_the_same_bytes(tmp_path, fashion, script):
 
 
 def test_any_rung_goes_on_from_any_other_at_any_world_size(tmp_path, fashion):
-    """Also from one whose schedule has ended at a learning rate of 0."""
     data = fashion(102, 10)
     legs = [
         ("ddp_spawn.py", 2, 6),
@@ -96,19 +95,15 @@ def test_any_rung_goes_on_from_any_other_at_any_world_size(tmp_path, fashion):
     assert difference(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt")) < 1e-12
 
 
-@pytest.mark.parametrize(
-    ("script", "schedule"),
-    [("single_gpu.py", ()), ("ddp_torchrun.py", ("--cosine", "--warm-up", 1))],
-)
-def test_a_snapshot_fits_whatever_schedule_it_was_made_with(do, script, schedule):
+def test_a_snapshot_fits_whatever_schedule_it_was_made_with(do):
     options = ("--model", "mlp", "--batch-size", 8)
+    rate = lambda: load(Path("checkpoint.pt"))["optimizer"]["param_groups"][0]["lr"]  # noqa: E731
     do("ddp_torchrun.py", 1, *options, "--cosine", "--warm-up", 1)
-    ended = load(Path("checkpoint.pt"))["optimizer"]["param_groups"][0]["lr"]
-    assert 0 < ended < 0.002  # of 0.01, at the last step
-    do(script, 2, *options, *schedule, "--resume")
-    if script == "single_gpu.py":
-        assert load(Path("checkpoint.pt"))["optimizer"]["param_groups"][0]["lr"] == 0.01
-        do("ddp_torchrun.py", 3, *options, "--cosine", "--resume")  # and back again
+    assert 0 < rate() < 0.002  # of 0.01, at the last step
+    do("single_gpu.py", 2, *options, "--resume")
+    assert rate() == 0.01
+    do("ddp_torchrun.py", 3, *options, "--cosine", "--resume")
+    assert rate() < 0.002
 
 
 def test_a_schedule_is_a_function_of_the_step_also_in_a_resumed_run(do, monkeypatch):

@@ -1,16 +1,13 @@
 """Randomness needs no state: what is drawn is a function of seed, rank, epoch and sample."""
 
 import random
-from collections import UserList
 
 import numpy as np
 import torch
 from helpers.jobs import every_form
-from helpers.ranks import start_server
-from torch.utils.data import DataLoader, random_split
+from torch.utils.data import random_split
 
 from common.data import make_digits
-from common.loader import loader_options
 from common.seed import set_seed
 
 
@@ -68,22 +65,3 @@ def test_a_random_split_is_the_same_on_all_ranks_and_after_a_resume(do, monkeypa
         do(script, 1, "--model", "mlp", *options)
     assert splits[0] == splits[1]
     assert all(one != other for one, other in zip(splits[1], splits[2], strict=True))
-
-
-class Noise(UserList):
-    """Samples that are random augmentation and nothing else."""
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return torch.rand(()), 0
-
-
-def test_each_ranks_loader_workers_draw_numbers_of_their_own():
-    """At the starts of these ranks in these epochs, the last one as in a resumed run."""
-    start_server()
-    drawn = []
-    for rank, epoch in ((0, 0), (1, 0), (1, 1)):
-        set_seed(7, rank, epoch)
-        options = loader_options("cpu", 1) | {"multiprocessing_context": "forkserver"}  # quicker
-        for inputs, _ in DataLoader(Noise(range(40)), 20, **options):
-            drawn += inputs.tolist()
-    assert len({*drawn}) == len(drawn) == 3 * 40

@@ -156,22 +156,6 @@ def test_a_snapshot_within_an_epoch_is_for_ddp_torchrun_alone(do):
     assert do(TORCHRUN, 1, *MLP, "--resume").passes[0][-1] == 32
 
 
-@pytest.mark.parametrize("options", [("--batch-size", 8), ("--batch-size", 4, "--accumulate", 2)])
-def test_snapshots_within_an_epoch(do, monkeypatch, options):
-    """After every second of the run's 15 steps. At an epoch's end, it is that of an epoch's end."""
-    module, saved = do.module(TORCHRUN), []
-    save = module.save_snapshot
-
-    def save_snapshot(*given: object) -> None:
-        save(*given)
-        snapshot = load(Path("checkpoint.pt"))
-        saved.append((snapshot["epoch"], snapshot["samples_seen"]))
-
-    monkeypatch.setattr(module, "save_snapshot", save_snapshot)
-    do(TORCHRUN, 3, 3, *MLP, "--save-steps", 2, *options)
-    assert saved == [(0, 16), (0, 32), (1, 8), (1, 24), (2, 0), (2, 16), (2, 32), (3, 0)]
-
-
 @every_ddp_script
 def test_rank_0_alone_writes_and_ddp_ends_before_its_group(do, monkeypatch, script):
     job = do(script, 1, *MLP)

@@ -1,9 +1,7 @@
 """torchrun starts ddp_torchrun.py in every usual way, restarts it, and reports what has failed."""
 
-import os
 import re
 import shutil
-import signal
 
 import pytest
 from helpers.files import difference, load, same_bytes
@@ -52,22 +50,6 @@ def test_a_restart_goes_on_from_the_last_snapshot_and_a_report_names_the_rank(
     assert "rank      : 1 (local_rank: 1)" in report
     assert "ArithmeticError: the test's own error" in report
     assert re.search(r'ddp_torchrun.py", line \d+, in train_epoch', report)
-
-
-@pytest.mark.slow("real command lines, started again and again")
-def test_a_killed_rank_is_restarted_as_often_as_it_takes(start, tmp_path, fashion):
-    options = (4, *fashion(200, 10))
-    train(tmp_path, "ddp_torchrun.py", 2, *options, "--snapshot-path", "whole.pt")
-    launch = TORCHRUN.format("2 --max-restarts=2")
-    job = start(launch, *options, "--resume", LADDER_SLOW=0, **OWN_STORE)
-    for epoch, rank in ((0, 1), (2, 0)):
-        job.wait_for(f"^Epoch {epoch} .* checkpoint saved")
-        os.kill(job.workers()[rank], signal.SIGKILL)
-    text = job.finish()
-    for rank in (0, 1):
-        assert text.count(f"[rank {rank} of 2] ") == 3
-    assert text.count("Resuming training from snapshot at Epoch ") == 2
-    assert same_bytes(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt"))
 
 
 @pytest.mark.slow("compiles twice")
