@@ -52,14 +52,14 @@ def main():
         model.eval()
         for buffer in model.buffers():  # all ranks use rank 0's BatchNorm statistics
             dist.broadcast(buffer, src=0)
-        correct = torch.zeros((), device=device)
+        correct = torch.zeros((), dtype=torch.long, device=device)
         with torch.no_grad():
             for inputs, targets in val_loader:
                 inputs, targets = inputs.to(device), targets.to(device)
                 correct += (model.module(inputs).argmax(dim=1) == targets).sum()
         dist.all_reduce(correct)
         if rank == 0:
-            print(f"epoch {epoch}: {correct:.0f} of {len(val_set)} correct")
+            print(f"epoch {epoch}: {correct} of {len(val_set)} correct")
             snapshot = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
             torch.save({**snapshot, "epoch": epoch + 1}, "snapshot.pt.tmp")
             os.replace("snapshot.pt.tmp", "snapshot.pt")  # a crash leaves the old or the new one

@@ -96,7 +96,7 @@ def main():
             loss.backward()
             optimizer.step()
         model.eval()
-        correct = torch.zeros((), device=device)
+        correct = torch.zeros((), dtype=torch.long, device=device)
         with torch.no_grad():
             for inputs, targets in val_loader:
                 inputs, targets = inputs.to(device), targets.to(device)
@@ -105,7 +105,7 @@ def main():
         weights, momenta = get_state_dict(model, optimizer)  # this rank's shares
         dcp.save({"model": weights, "optimizer": momenta}, checkpoint_id=f"snapshot-{epoch + 1}")
         if rank == 0:
-            print(f"epoch {epoch}: {correct:.0f} of {len(val_set)} correct")
+            print(f"epoch {epoch}: {correct} of {len(val_set)} correct")
             shutil.rmtree(f"snapshot-{epoch}", ignore_errors=True)  # the new one is complete
 
     # All ranks gather the whole weights, and rank 0 gets them, in the memory of its CPU.

@@ -426,14 +426,7 @@ def test_where_a_rank_stands_is_a_line_of_the_users_own(tmp_path):
     assert doctor.stack(tmp_path / "1.stack") == ["a.py:2 ", "train.py:2 second()"]
 
 
-def test_each_page_that_a_line_names_is_there(tmp_path):
-    """And what pitfalls.md says of each mistake is what a test above has seen, but for numbers."""
-    page = re.sub(r"\d+", "8", (ROOT / "docs" / "pitfalls.md").read_text())
-    said = re.findall(r"^\| \[.*\]\(#.*\) \| .* \| (.*) \|$", page, re.M)
-    seen = re.sub(r"\d+", "8", "\n".join([*PROGRAMS.values(), *NOTED]))
-    for text in re.findall("`(.*?)`", "\n".join(said)):
-        assert text in seen, text
-    assert len(said) > 20
+def test_each_page_that_a_line_names_is_there():
     source = (ROOT / "tools" / "doctor.py").read_text()
     for page, name in (("doctor", "PAGE"), ("pitfalls", "PITFALLS"), ("your_loop", "LOOP")):
         text = (ROOT / "docs" / f"{page}.md").read_text()

@@ -1,13 +1,14 @@
 """Each mutant has one piece of a file replaced, which the test that it stands under must notice."""
 
-import multiprocessing
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from helpers.jobs import ROOT, SCRIPTS
-from helpers.ranks import start_server
 
 SINGLE, PARALLEL, SPAWN, TORCHRUN, NODES = SCRIPTS
 DATA = "common/data.py"
@@ -103,20 +104,6 @@ def text(file: str) -> str:
     return (ROOT / file).read_text()
 
 
-# Forked from a process that has torch, because importing it takes most of a test's time.
-PYTEST = """
-import os, sys
-os.chdir({folder!r})
-for name in [name for name in os.environ if name.startswith("PYTEST_")]:
-    del os.environ[name]
-os.environ.pop("PYTHONPATH", None)  # with another sitecustomize.py of ours
-for descriptor in (1, 2):
-    os.dup2(os.open("output", os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
-import pytest
-sys.exit(pytest.main(["-n", "0", "-x", "-q", "-m", "", "-k", {names!r}, {test!r}]))
-"""
-
-
 @pytest.mark.slow("thirty runs of pytest")
 @pytest.mark.parametrize(("test", "file", "piece", "other"), ALL)
 def test_a_broken_script_is_noticed(tmp_path, test, file, piece, other):
@@ -126,12 +113,12 @@ def test_a_broken_script_is_noticed(tmp_path, test, file, piece, other):
     # The file is one of a test's parameters, or none of them is.
     stems = [script.removesuffix(".py") for script in SCRIPTS]
     names = f"{Path(file).stem} or not ({' or '.join(stems)})" if file in SCRIPTS else ""
-    code = PYTEST.format(folder=str(tmp_path), test=f"tests/{test}", names=names)
-    start_server()
-    process = multiprocessing.get_context("forkserver").Process(target=exec, args=(code, {}))
-    process.start()
-    process.join(280)  # seconds
-    process.kill()  # one that hangs has no exit code, and fails below
+    words = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-q", "-m", "", "-k", names]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    env["PYTHONPATH"] = ""  # which has another sitecustomize.py of ours
+    with (tmp_path / "output").open("w") as output:
+        both = {"stdout": output, "stderr": output, "timeout": 280}
+        done = subprocess.run([*words, f"tests/{test}"], cwd=tmp_path, env=env, **both)
     what = "does not see it" if piece != other else "fails where nothing is broken"
-    output = (tmp_path / "output").read_text()
-    assert process.exitcode == (piece != other), f"{test} {what}:\n{output[-2000:]}"
+    said = (tmp_path / "output").read_text()[-2000:]
+    assert done.returncode == (piece != other), f"{test} {what}:\n{said}"

@@ -109,8 +109,9 @@ def test_every_script_trains_ones_own_project_to_the_same_weights(tmp_path):
 
 
 def test_a_copy_needs_no_common(tmp_path):
-    """The functions that README has for it stand in place of the imports."""
-    instead = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
+    """The functions that your_project.md has for it stand in place of the imports."""
+    page = (ROOT / "docs" / "your_project.md").read_text()
+    instead = re.search(r"```python\n(.*?)```", page, re.S)[1]
     path = Path(edited(tmp_path, "ddp_torchrun.py", MARKS))
     imports = re.compile(r"(?:from common\..*\n)+")
     text, count = imports.subn(f"\n\n{instead}", path.read_text())

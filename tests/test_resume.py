@@ -48,7 +48,8 @@ def test_an_epoch_goes_on_in_the_middle(do, monkeypatch):
     def stop(*given: object) -> None:
         save(*given)
         snapshots.append(load(Path("checkpoint.pt")))
-        raise ZeroDivisionError
+        if len(snapshots) <= len(places):
+            raise ZeroDivisionError
 
     monkeypatch.setattr(module, "save_snapshot", stop)
     places = [(0, 24), (1, 0), (1, 8), (1, 32), (2, 0), (2, 16)]
@@ -56,8 +57,8 @@ def test_an_epoch_goes_on_in_the_middle(do, monkeypatch):
         with pytest.raises(ZeroDivisionError):
             do(script, *options, "--save-steps", 3, "--resume")
         assert (snapshots[-1]["epoch"], snapshots[-1]["samples_seen"]) == place
-    monkeypatch.setattr(module, "save_snapshot", save)
-    text = do(script, *options, "--resume").text
+    text = do(script, *options, "--save-steps", 3, "--resume").text
+    assert [saved["epoch"] for saved in snapshots[-2:]] == [3, 3]  # after the 15th step, and again
     assert "Epoch 2 | Batchsize: 4 | Steps: 3\n" in text
     assert epochs(text)[-1]["val_loss"] == expected[-1]["val_loss"]
     assert same_bytes(load(Path("checkpoint.pt")), load(Path("whole.pt")))

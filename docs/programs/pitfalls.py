@@ -1,7 +1,8 @@
 """The programs of pitfalls.md, on real processes that talk through gloo on the CPU.
 
+    python docs/programs/pitfalls.py            list their names
     python docs/programs/pitfalls.py no_sync    run one, wrong and right, and print both outputs
-    python docs/programs/pitfalls.py            run all, and put their outputs into pitfalls.md
+    python docs/programs/pitfalls.py --update   run all, and put their outputs into pitfalls.md
 
 Each function that takes a rank is a program. `if wrong:` has the lines as they circulate, `else:`
 the remedy. So every `if` stays an `if`, and ruff is not to ask for expressions.
@@ -93,12 +94,12 @@ def peek(rank, wrong):
 
 
 def padding(rank, wrong):
-    hits = torch.tensor([1.0] + [0.0] * 9)  # of ten samples, one is classified rightly
+    val_set = torch.tensor([1.0] + [0.0] * 9)  # of ten samples, one is classified rightly
     if wrong:
-        shard = DistributedSampler(hits, shuffle=False)
+        shard = DistributedSampler(val_set, shuffle=False)
     else:
-        shard = range(rank, len(hits), dist.get_world_size())
-    shares = torch.cat(list(DataLoader(Subset(hits, list(shard)))))
+        shard = range(rank, len(val_set), dist.get_world_size())
+    shares = torch.cat(list(DataLoader(Subset(val_set, list(shard)))))
     sums = torch.tensor([shares.sum(), len(shares)])
     dist.all_reduce(sums)
     correct, total = sums.tolist()
@@ -169,16 +170,16 @@ def reentrant(rank, wrong):
 
 def accumulate(rank, wrong):
     model = DDP(nn.Linear(1, 1, bias=False))
-    updates, count = [], 10
-    for step in range(count):
+    updates, loader = [], range(10)
+    for step in loader:
         loss = model(torch.ones(1, 1)).mean()  # its gradient is 1
         if wrong:
             loss.backward()
             update = step % 4 == 0
         else:
-            size = min(4, count - step // 4 * 4)  # the last group may have fewer micro-batches
+            size = min(4, len(loader) - step // 4 * 4)  # the last step may have fewer
             (loss / size).backward()
-            update = (step + 1) % 4 == 0 or step + 1 == count
+            update = (step + 1) % 4 == 0 or step + 1 == len(loader)
         if update:
             updates.append(f"{model.module.weight.grad.item()} after step {step}")
             model.zero_grad()
@@ -264,16 +265,6 @@ def unused(rank, wrong):
     for _ in range(2):
         model(torch.ones(3, 4)).mean().backward()
     print("two steps done")
-
-
-def batch_norm(rank, wrong):
-    batch = torch.tensor([[0.0, 1.0], [2.0, 5.0], [3.0, 12.0], [4.0, 21.0]])
-    if wrong:
-        norm = nn.BatchNorm1d(2)
-    else:
-        norm = nn.GroupNorm(1, 2)
-    share = DDP(norm)(batch[rank::2])
-    print("outputs as in one process:", torch.allclose(share, norm(batch)[rank::2]))
 
 
 def one_rank(rank, wrong):
@@ -488,9 +479,9 @@ def run(name: str) -> str:
 
 
 def sections(page: str) -> dict[str, str]:
-    """The entries of the page, each by the name of its program."""
+    """The entries of the page, each by the name of its program, which only its source shows."""
     entries = re.split(r"\n(?=##+ )", page)
-    names = [re.search(r"Program: `(\w+)`", entry) for entry in entries]
+    names = [re.search(r"(?:^```diff |Program: `)(\w+)", entry, re.M) for entry in entries]
     return {name[1]: entry for name, entry in zip(names, entries, strict=True) if name}
 
 
@@ -507,7 +498,9 @@ def update() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
+    if sys.argv[1:] == ["--update"]:
+        update()
+    elif sys.argv[1:]:
         print(*(run(name) for name in sys.argv[1:]), sep="\n")
     else:
-        update()
+        print(*sections(PAGE.read_text()), sep="\n")
