@@ -592,19 +592,3 @@ def test_fp16_and_its_scale_are_resumed(recipe, do):
     # If the scale were not undone, the rate would be 64 times as high.
     last, expected = (epochs(run.text)[-1]["train_loss"] for run in (job, plain))
     assert last == pytest.approx(expected, rel=0.2)
-
-
-def test_several_seeds(tmp_path):
-    (tmp_path / "torchrun").write_text(
-        """#!/bin/sh
-        echo "Epoch 49 | Training checkpoint saved at $8"
-        echo "Epoch 49 | Train loss: 0.1 | Val loss: 0.1 | Accuracy: 9/10 (9$6.50%) | 5 samples/s"
-        touch "$8"
-        """
-    )
-    (tmp_path / "torchrun").chmod(0o755)
-    (block,) = re.findall(r"```bash\n(mkdir -p runs\n.*?)```", PAGE, re.S)
-    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    run = subprocess.run(block, shell=True, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert run.stdout.endswith("\n92.5%\n") and not run.stderr
-    assert len([*tmp_path.glob("runs/[123].pt")]) == 3

@@ -38,7 +38,7 @@ SHUFFLE = PITFALLS + "an-epoch-takes-as-long-on-two-devices-as-on-one"
 SPLIT = PITFALLS + "validation-accuracy-is-too-good"
 SKIP = PITFALLS + "one-rank-takes-fewer-steps-than-the-others"
 HANG = PITFALLS + "the-job-hangs-in-a-collective"
-EARLY = PITFALLS + "the-first-update-comes-too-early"
+EARLY = PITFALLS + "accumulation-learns-worse"
 
 
 class Found(NamedTuple):
@@ -277,7 +277,7 @@ def order(job: Job) -> Iterator[Found]:
         starts = [e for e in job.of(job.first, "loader") if e["key"] == first["key"]]
         if len(starts) >= 2 * len(events) > 2:
             what = f"the loader is started {len(starts)} times for {len(events)} epochs"
-            page = PITFALLS + "the-first-batch-is-loaded-twice"
+            page = PAGE + "data"
             yield Found(place, what, "do not call next(iter(loader))", page, "NOTE")
 
 
@@ -413,12 +413,13 @@ def reason(event: dict, name: str) -> tuple[str, str, str]:
     if name in event["outside"]:
         return "DDP does not have the parameter", "put it into the module that DDP wraps", WEIGHTS
     if name in event["late"]:
-        page = PITFALLS + "an-unfrozen-layer-differs-between-the-ranks"
+        page = PITFALLS + "only-an-unfrozen-layer-differs"
         return f"{name} was frozen when DDP was made", "call DDP() again after unfreezing", page
     if not forwards:
-        return "forward() did not go through DDP", "call model(x), not model.module(x)", WEIGHTS
+        page = PITFALLS + "weights-differ-from-the-first-step-on"
+        return "forward() did not go through DDP", "call model(x), not model.module(x)", page
     if not synced:
-        page = PITFALLS + "the-weights-of-the-ranks-drift-apart"
+        page = PITFALLS + "with-accumulation-the-weights-drift-apart"
         return "all of the step was in no_sync()", "leave it for the last micro-batch", page
     why = "a rank changes them after the all-reduce, or a checkpoint is reentrant"
     return why, "do the same on all ranks", WEIGHTS
@@ -474,7 +475,7 @@ def losses(job: Job) -> Iterator[Found]:
         yield Found(event["where"], what, "gather the others', if these are meant", page, "NOTE")
     for event in [e for e in job.of(job.first, "collective") if e["name"] == "reduce"][:1]:
         what, remedy = "reduce() leaves the sum on one rank", "use all_reduce(), if others use it"
-        page = PITFALLS + "ranks-print-different-mean-losses"
+        page = LOOP + "3-let-rank-0-print-and-save"
         yield Found(event["where"], what, remedy, page, "NOTE")
 
 
@@ -572,7 +573,7 @@ def machine(job: Job) -> Iterator[Found]:
         yield Found("the machine", what, remedy, page)
     elif not on_cpu and most > 4 and sum(threads) >= cores:
         what = f"{most} threads of a process may keep its device waiting"
-        page = PITFALLS + "a-gpu-waits-while-all-cpu-cores-are-busy"
+        page = PITFALLS + "more-threads-run-than-the-machine-has-cores"
         yield Found("the machine", what, "export OMP_NUM_THREADS=4", page, "NOTE")
     batches = [e["batch"] for e in job.passes(job.first, trains=True) if e.get("batch")]
     first = made.get(job.first)

@@ -72,27 +72,6 @@ def split(rank, wrong):
     print("trains on what the other rank evaluates:", bool({*train_set} & {*others[1 - rank]}))
 
 
-class Counted(list):
-    fetched = 0
-
-    def __getitem__(self, index):
-        self.fetched += 1
-        return index
-
-
-def peek(rank, wrong):
-    dataset = Counted(range(12))
-    loader = DataLoader(dataset, batch_size=3, sampler=DistributedSampler(dataset))
-    for epoch in range(2):
-        if wrong:
-            batch_size = len(next(iter(loader)))
-        else:
-            batch_size = loader.batch_size
-        loader.sampler.set_epoch(epoch)
-        steps = len(list(loader))
-    print(f"2 epochs, each {steps} steps of {batch_size}: {dataset.fetched} samples fetched")
-
-
 def padding(rank, wrong):
     val_set = torch.tensor([1.0] + [0.0] * 9)  # of ten samples, one is classified rightly
     if wrong:
@@ -122,6 +101,20 @@ def no_sync(rank, wrong):
                 (loss / 2).backward()
         optimizer.step()
     print(f"weight {model.module.weight.item():.3f}, loss {loss.item():.3f}")
+
+
+def bypass(rank, wrong):
+    samples = [1.0, 3.0]  # one for each rank
+    model = DDP(nn.Linear(1, 1, bias=False))
+    nn.init.ones_(model.module.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if wrong:
+        loss = model.module(torch.ones(1, 1)).mean() * samples[rank]
+    else:
+        loss = model(torch.ones(1, 1)).mean() * samples[rank]
+    loss.backward()
+    optimizer.step()
+    print(f"weight {model.module.weight.item():.1f}")
 
 
 def unfrozen(rank, wrong):
@@ -186,16 +179,6 @@ def accumulate(rank, wrong):
     print("gradients", ", ".join(updates))
 
 
-def reduce(rank, wrong):
-    loss = torch.tensor([1.0, 3.0][rank])
-    if wrong:
-        dist.reduce(loss, dst=0)
-    else:
-        dist.all_reduce(loss)
-    loss /= dist.get_world_size()
-    print(f"mean loss {loss.item()}")
-
-
 def sweep(rank, wrong):
     lr = 0.1 if rank == 0 else 0.01  # the sweep has told only rank 0
     if not wrong:
@@ -225,7 +208,7 @@ def class_weights(rank, wrong):
         total = weight[targets].sum()
         dist.all_reduce(total)
         loss = F.cross_entropy(output, targets, weight, reduction="sum")
-        loss = loss * dist.get_world_size() / total  # because DDP divides by it
+        loss = loss * dist.get_world_size() / total  # DDP divides by world_size
     loss.backward()
     print(f"gradient {module.weight.grad[0].item():.3f}, in one process {alone:.3f}")
 
