@@ -3,11 +3,11 @@
     python data_parallel.py 50 10               all GPUs
     CUDA_VISIBLE_DEVICES=0,2 python data_parallel.py
 
-In every step it copies the model to all GPUs, splits the batch, runs one thread per GPU, and
-gathers outputs and gradients on the first. ddp_spawn.py and ddp_torchrun.py copy the model once,
-move gradients and no weights, and are faster, so torch recommends DDP. This file takes CUDA or ROCm
-GPUs, or else the CPU. With one device, it does what single_gpu.py does. To make it yours, edit the
-lines marked "your".
+One line of training differs from single_gpu.py: nn.DataParallel(model). In every step it copies the
+model to all GPUs, splits the batch, runs one thread per GPU, and gathers outputs and gradients on
+the first. ddp_spawn.py and ddp_torchrun.py copy the model once, move gradients and no weights, and
+are faster, so torch recommends DDP. This file takes CUDA or ROCm GPUs, or else the CPU. To make it
+yours, copy common/loader.py and common/seed.py with it, and edit the lines marked "your".
 """
 
 import argparse
@@ -85,7 +85,7 @@ def main(args):
     if not args.resume and os.path.exists(args.snapshot_path):
         os.replace(args.snapshot_path, f"{args.snapshot_path}.old")
         log(f"The snapshot of an earlier run is now {args.snapshot_path}.old")
-    model = nn.DataParallel(model)  # last, because names in a snapshot have no "module."
+    model = nn.DataParallel(model)  # after parts, so names in a snapshot have no "module."
 
     for epoch in range(first_epoch, args.total_epochs):
         epoch_start = time.perf_counter()
@@ -135,7 +135,7 @@ def load_snapshot(args, parts):
     rates = [group["lr"] for group in parts["optimizer"].param_groups]
     for name, part in parts.items():
         part.load_state_dict(snapshot[name])
-    # Keep this run's learning rate. If parts has a torch scheduler, delete this loop and `rates`.
+    # This run's rate. With a torch scheduler, delete all marked "your schedule", and `rates`.
     for group, rate in zip(parts["optimizer"].param_groups, rates, strict=True):  # your schedule
         group["lr"] = rate
     log(f"Resuming training from snapshot at Epoch {snapshot['epoch']}")
@@ -170,7 +170,7 @@ def parse_args():
     add("--snapshot-path", default="checkpoint.pt")
     add("--resume", action="store_true", help="resume from the snapshot if there is one")
     args = parser.parse_intermixed_args()  # also takes 50 --resume 10
-    args.device = "cuda" if torch.cuda.is_available() else "cpu"  # it knows no other device
+    args.device = "cuda" if torch.cuda.is_available() else "cpu"  # DataParallel knows no other
     args.model = args.model or DEFAULT_MODEL[args.dataset]  # your model
     if os.environ.get("WORLD_SIZE", "1") != "1":
         parser.error(f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: use torchrun with ddp_torchrun.py")

@@ -6,8 +6,9 @@
     CUDA_VISIBLE_DEVICES=0,2 python ddp_spawn.py
 
 The global batch is --batch-size times the processes, so four processes have 128. For the 32 of
-single_gpu.py, use --batch-size 8. With larger batches, you may want to raise --lr. To make this
-file yours, edit the lines marked "your". ddp_torchrun.py adds what a long run needs.
+single_gpu.py, use --batch-size 8. With larger batches, you may want to raise --lr. ddp_torchrun.py
+adds what a long run needs. To make this file yours, copy common/loader.py and common/seed.py with
+it, and edit the lines marked "your".
 """
 
 import argparse
@@ -21,7 +22,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused, but without it gloo may abort Python at exit
+import torch.distributed.nn  # keep it: without it, gloo may abort Python at exit
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -172,7 +173,7 @@ def load_snapshot(args, parts):
     rates = [group["lr"] for group in parts["optimizer"].param_groups]
     for name, part in parts.items():
         part.load_state_dict(snapshot[name])
-    # Keep this run's learning rate. If parts has a torch scheduler, delete this loop and `rates`.
+    # This run's rate. With a torch scheduler, delete all marked "your schedule", and `rates`.
     for group, rate in zip(parts["optimizer"].param_groups, rates, strict=True):  # your schedule
         group["lr"] = rate
     log(f"Resuming training from snapshot at Epoch {snapshot['epoch']}")

@@ -7,13 +7,14 @@
         two nodes: on the second one the same, with --node_rank=1
 
 The global batch is --batch-size times the processes times --accumulate. On several nodes, the
-snapshot must lie on a disk that they share. torchrun can restart a job that has failed. Without
-the variable below, a restart may hang. (On several nodes: --rdzv_backend=c10d. Slurm: slurm/.)
+snapshot must lie on a disk that they share. torchrun can restart a job that has failed, but only
+with this variable, because otherwise a restart may hang (several nodes: docs/multinode.md):
 
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     torchrun --standalone --nproc_per_node=4 --max-restarts=3 ddp_torchrun.py 50 10 --resume
 
-To make this file yours, edit the lines marked "your", and delete the options that you do not need.
+To make this file yours, copy common/loader.py and common/seed.py with it, edit the lines marked
+"your", and delete the options that you do not need.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused, but without it gloo may abort Python at exit
+import torch.distributed.nn  # keep it: without it, gloo may abort Python at exit
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -252,7 +253,7 @@ def load_snapshot(args, parts):
     rates = [group["lr"] for group in parts["optimizer"].param_groups]
     for name, part in parts.items():
         part.load_state_dict(snapshot[name])
-    # Keep this run's learning rate. If parts has a torch scheduler, delete this loop and `rates`.
+    # This run's rate. With a torch scheduler, delete all marked "your schedule", and `rates`.
     for group, rate in zip(parts["optimizer"].param_groups, rates, strict=True):  # your schedule
         group["lr"] = rate
     log(f"Resuming training from snapshot at Epoch {snapshot['epoch']}")

@@ -3,15 +3,17 @@
     python multinode.py --init-method tcp://10.0.0.1:22225 --rank 0 --world-size 2     first node
     python multinode.py --init-method tcp://10.0.0.1:22225 --rank 1 --world-size 2     second node
 
-This is one process per node. For four, add --nproc-per-node 4 --world-size 8, and on the second
-node --rank 4: each command starts that many ranks, and --rank is the first. They can also meet
-at --init-method file:///shared/new_file, or read MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE from
-the environment.
+This is one process per node. With four, both numbers count processes, not nodes:
 
-Use ddp_torchrun.py if you can run torchrun: it is less to type, and it can restart a job. Every
-node needs the data. Rank 0 saves, and --resume needs its snapshot on all nodes. Anyone who can
-reach the port can join, so use a private network. To make this file yours, edit the lines marked
-"your".
+    python multinode.py --init-method ... --rank 0 --world-size 8 --nproc-per-node 4   first node
+    python multinode.py --init-method ... --rank 4 --world-size 8 --nproc-per-node 4   second node
+
+Ranks can also meet at --init-method file:///shared/new_file, a file that does not exist yet, or
+read MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE from the environment. Use ddp_torchrun.py if you
+can run torchrun: it is less to type, and it can restart a job. Every node needs the data. Rank 0
+saves, and --resume needs its snapshot on all nodes. Anyone who can reach the port can join, so use
+a private network. To make this file yours, copy common/loader.py and common/seed.py with it, and
+edit the lines marked "your".
 """
 
 import argparse
@@ -24,7 +26,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused, but without it gloo may abort Python at exit
+import torch.distributed.nn  # keep it: without it, gloo may abort Python at exit
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -196,7 +198,7 @@ def load_snapshot(args, parts):
     rates = [group["lr"] for group in parts["optimizer"].param_groups]
     for name, part in parts.items():
         part.load_state_dict(snapshot[name])
-    # Keep this run's learning rate. If parts has a torch scheduler, delete this loop and `rates`.
+    # This run's rate. With a torch scheduler, delete all marked "your schedule", and `rates`.
     for group, rate in zip(parts["optimizer"].param_groups, rates, strict=True):  # your schedule
         group["lr"] = rate
     log(f"Resuming training from snapshot at Epoch {snapshot['epoch']}")

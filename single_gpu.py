@@ -6,7 +6,7 @@
     python single_gpu.py --dataset mnist    download MNIST to data/, then train on it
 
 It uses the accelerator that torch finds (CUDA, ROCm, XPU or MPS), or else the CPU. To make this
-file yours, edit the lines marked "your".
+file yours, copy common/loader.py and common/seed.py with it, and edit the lines marked "your".
 """
 
 import argparse
@@ -132,7 +132,7 @@ def load_snapshot(args, parts):
     rates = [group["lr"] for group in parts["optimizer"].param_groups]
     for name, part in parts.items():
         part.load_state_dict(snapshot[name])
-    # Keep this run's learning rate. If parts has a torch scheduler, delete this loop and `rates`.
+    # This run's rate. With a torch scheduler, delete all marked "your schedule", and `rates`.
     for group, rate in zip(parts["optimizer"].param_groups, rates, strict=True):  # your schedule
         group["lr"] = rate
     log(f"Resuming training from snapshot at Epoch {snapshot['epoch']}")

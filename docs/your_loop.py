@@ -2,7 +2,6 @@ import os
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused, but without it gloo may abort Python at exit
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP

@@ -46,19 +46,19 @@ make_data(1000, seed=1), make_data(303, seed=2) => random_split(make_data(1303, 
 batch_size=100 => batch_size=100, sampler=DistributedSampler(val_set, shuffle=False)
 DataLoader(val_shard => DataLoader(val_set
 in val_loader => in itertools.islice(val_loader, len(val_loader))
-FOUND train.py:30: DistributedSampler counts 1 of 303 samples twice
+FOUND train.py:29: DistributedSampler counts 1 of 303 samples twice
 ## an average
 nn.ReLU() => nn.BatchNorm1d(64)
 model = DDP(model) >> ema = torch.optim.swa_utils.AveragedModel(model.module)
 optimizer.step() >> ema.update_parameters(model.module)
 (model.module(inputs) => (ema(inputs)
 , "optimizer": => , "ema": ema.state_dict(), "optimizer":
-FOUND train.py:30: rank 1 evaluates with other weights or buffers (2, first module.1.running_mean)
+FOUND train.py:29: rank 1 evaluates with other weights or buffers (2, first module.1.running_mean)
 ## an average of rank 0
 model = DDP(model) >> ema = torch.optim.swa_utils.AveragedModel(model.module)
 optimizer.step() >> if rank == 0: ema.update_parameters(model.module)
 (model.module(inputs) => (ema(inputs)
-FOUND train.py:30: rank 1 evaluates with other weights or buffers (5, first module.0.weight)
+FOUND train.py:29: rank 1 evaluates with other weights or buffers (5, first module.0.weight)
 ## well done: a batch sampler
 batch_size=64 // world_size, sampler=sampler => batch_sampler=BatchSampler(sampler, 32, False)
 ## a sampler of one's own
@@ -67,14 +67,14 @@ train_loader = << Own = type("Own", (SequentialSampler,), {"__iter__": lambda ow
 train_loader = << draw = lambda: torch.randperm(1000)[rank::2].tolist()
 train_loader = << torch.manual_seed(rank)
 of the first samples are on more than one rank: give each its share, unless it is meant
-NOTE train.py:31: only the first batches are compared, because Own is not torch's
+NOTE train.py:30: only the first batches are compared, because Own is not torch's
 ## a sampler of one's own, without set_epoch
 sampler = DistributedSampler( => sampler = Own(
 sampler = << Own = type("Own", (DistributedSampler,), {"__iter__": lambda own: iter([*old(own)])})
 sampler = << old = DistributedSampler.__iter__
 sampler.set_epoch(epoch) => pass
-FOUND train.py:30: two epochs begin with the same batches: call sampler.set_epoch(epoch) in each
-NOTE train.py:30: only the first batches are compared, because Own is not torch's
+FOUND train.py:29: two epochs begin with the same batches: call sampler.set_epoch(epoch) in each
+NOTE train.py:29: only the first batches are compared, because Own is not torch's
 ## a list, a generator and two optimizers
 sampler=sampler => sampler=[*sampler]
 train_loader = << train_set.rng = random.Random(1)
@@ -83,7 +83,7 @@ import os => import os, random
 torch.optim.SGD(model.parameters() => torch.optim.SGD(model[0].parameters()
 model = DDP(model) << head = torch.optim.SGD(model[2].parameters(), lr=0.1)
 optimizer.step() >> head.step()
-NOTE train.py:29: two epochs have the same order of 500 samples
+NOTE train.py:28: two epochs have the same order of 500 samples
 steps add to the gradients of the step before
 ranks 0 and 1 draw the same random numbers from TensorDataset.rng
 ## the old optimizer, and an idle layer
@@ -91,8 +91,8 @@ model = DDP(model) << model.register_parameter("idle", nn.Parameter(torch.ones(2
 model = DDP(model) >> old, optimizer = optimizer, torch.optim.AdamW(model.parameters())
 DDP(model) => DDP(model, find_unused_parameters=True)
 optimizer.state_dict() => old.state_dict()
-NOTE train.py:53: no gradient reaches 1 parameter in
-NOTE train.py:66: no snapshot has the optimizer's state
+NOTE train.py:52: no gradient reaches 1 parameter in
+NOTE train.py:65: no snapshot has the optimizer's state
 ## epochs and files
 sampler.set_epoch(epoch) => next(iter(train_loader))
 batch_size=100 => batch_size=100, sampler=DistributedSampler(val_set, shuffle=False)
@@ -101,25 +101,25 @@ if rank == 0: => if True:
 os.replace( => print(
 model.module.state_dict() => model.state_dict()
 , "optimizer": optimizer.state_dict() => , "nothing": 0
-FOUND train.py:28: two epochs have the same order of 500 samples
-NOTE train.py:28: the loader is started 6 times for 3 epochs
-FOUND train.py:30: DistributedSampler counts 1 of 303 samples twice
-FOUND train.py:64: 2 ranks write snapshot.pt.tmp: let rank 0 save
-NOTE train.py:64: snapshot.pt.tmp has names like module.0.bias
-NOTE train.py:64: no snapshot has the optimizer's state
+FOUND train.py:27: two epochs have the same order of 500 samples
+NOTE train.py:27: the loader is started 6 times for 3 epochs
+FOUND train.py:29: DistributedSampler counts 1 of 303 samples twice
+FOUND train.py:63: 2 ranks write snapshot.pt.tmp: let rank 0 save
+NOTE train.py:63: snapshot.pt.tmp has names like module.0.bias
+NOTE train.py:63: no snapshot has the optimizer's state
 ## shares and random numbers
 torch.manual_seed(1000 * epoch + rank) => pass
 sampler=sampler => shuffle=True
 batch_size=100 => batch_size=100, drop_last=True
 nn.ReLU() => nn.Dropout(0.5)
-FOUND train.py:28: an epoch has 1000 of 1000 samples on more than one rank (RandomSampler)
-FOUND train.py:30: the evaluation leaves out 103 of 303 samples
-FOUND train.py:51: ranks 0 and 1 draw the same random numbers from torch
+FOUND train.py:27: an epoch has 1000 of 1000 samples on more than one rank (RandomSampler)
+FOUND train.py:29: the evaluation leaves out 103 of 303 samples
+FOUND train.py:50: ranks 0 and 1 draw the same random numbers from torch
 ## random numbers that rank 0 alone draws, too
 torch.manual_seed(1000 * epoch + rank) => pass
 nn.ReLU() => nn.Dropout(0.5)
 loss.backward() << if rank == 0: torch.rand(1)
-FOUND train.py:52: ranks 0 and 1 draw the same random numbers from torch
+FOUND train.py:51: ranks 0 and 1 draw the same random numbers from torch
 ## split
 dist.broadcast(buffer, src=0) => pass
 make_data(1000, seed=1), make_data(303, seed=2) => random_split(make_data(1303, 1), [1000, 303])
@@ -127,21 +127,21 @@ manual_seed(42) => manual_seed(rank)
 lr=0.1 => lr=0.1 * (1 + rank)
 nn.ReLU() => nn.BatchNorm1d(64)
 model(inputs), targets => model(inputs), targets, torch.tensor([1.0, 4.0])
-FOUND train.py:28: the ranks have different subsets, of which a DistributedSampler takes shares
+FOUND train.py:27: the ranks have different subsets, of which a DistributedSampler takes shares
 samples of the evaluation are trained on by another rank
-FOUND train.py:30: rank 1 evaluates with other weights or buffers (2, first 1.running_mean)
-FOUND train.py:51: in step 0, lr is 0.1 on rank 0 and 0.2 on rank 1
-FOUND train.py:48: the loss is divided by
+FOUND train.py:29: rank 1 evaluates with other weights or buffers (2, first 1.running_mean)
+FOUND train.py:50: in step 0, lr is 0.1 on rank 0 and 0.2 on rank 1
+FOUND train.py:47: the loss is divided by
 ## sharded twice
 torch.manual_seed(1000 * epoch + rank) => pass
 sampler = DistributedSampler << train_set = Subset(train_set, range(rank, 1000, 2))
 optimizer.zero_grad() => pass
 nn.ReLU() => nn.Dropout(0.5)
 model.train() => pass
-FOUND train.py:29: the data are sharded twice: each rank has 500 samples of its own
-FOUND train.py:52: 11 of 12 steps add to the gradients of the step before
-FOUND train.py:52: step 8 is taken in eval mode
-FOUND train.py:52: ranks 0 and 1 draw the same random numbers from torch
+FOUND train.py:28: the data are sharded twice: each rank has 500 samples of its own
+FOUND train.py:51: 11 of 12 steps add to the gradients of the step before
+FOUND train.py:51: step 8 is taken in eval mode
+FOUND train.py:51: ranks 0 and 1 draw the same random numbers from torch
 ## other data
 make_data(1000, seed=1) => make_data(1000, seed=rank)
 val_shard = << val_set.classes = [rank]
@@ -149,31 +149,31 @@ import os => import os, numpy
 manual_seed(42) >> numpy.random.seed(1)
 loss.backward() << numpy.random.rand()
 model(inputs), targets => model.module(inputs), targets
-FOUND train.py:29: the samples 0, n/2 and n-1 are others on rank 1 (targets
-FOUND train.py:32: the ranks number the classes differently
-FOUND train.py:54: ranks 0 and 1 draw the same random numbers from numpy
+FOUND train.py:28: the samples 0, n/2 and n-1 are others on rank 1 (targets
+FOUND train.py:31: the ranks number the classes differently
+FOUND train.py:53: ranks 0 and 1 draw the same random numbers from numpy
 the gradients of ranks 0 and 1 differ, because forward() did not go through DDP
 ## other data, with augmentation, and a loss that is a sum
 make_data(1000, seed=1) => Noisy(*make_data(1000, seed=rank).tensors)
 def main << def noise(own, i): return own.tensors[0][i] + torch.randn(20), own.tensors[1][i]
 def main << Noisy = type("Noisy", (TensorDataset,), {"__getitem__": noise})
 (model(inputs), targets) => (model(inputs), targets, reduction="sum") / 32
-FOUND train.py:30: the samples 0, n/2 and n-1 are others on rank 1
-NOTE train.py:50: what this loss is divided by is not judged
+FOUND train.py:29: the samples 0, n/2 and n-1 are others on rank 1
+NOTE train.py:49: what this loss is divided by is not judged
 ## accumulation
 @accumulate
 (i + 1) % 4 == 0 => i % 4 == 0
 targets) / 4) => targets))
 contextlib.nullcontext() if last else model.no_sync() => contextlib.nullcontext()
-FOUND train.py:51: the first step comes after 1 of 4 micro-batches
-FOUND train.py:51: the losses of 4 micro-batches are added, so gradients are 4 times too large
-FOUND train.py:51: there are 4 all-reduces in each step
+FOUND train.py:50: the first step comes after 1 of 4 micro-batches
+FOUND train.py:50: the losses of 4 micro-batches are added, so gradients are 4 times too large
+FOUND train.py:50: there are 4 all-reduces in each step
 ## unequal
 DataLoader(train_set, => DataLoader(Subset(train_set, range(rank * 660, 660 + rank * 340)),
 batch_size=64 // world_size, sampler=sampler => batch_size=32
 sampler.set_epoch(epoch) => pass
-FOUND train.py:28: the ranks have [21, 11] batches
-NOTE train.py:28: two epochs have the same order of 660 samples: shuffle them in each epoch
+FOUND train.py:27: the ranks have [21, 11] batches
+NOTE train.py:27: two epochs have the same order of 660 samples: shuffle them in each epoch
 the ranks' last acts are: rank 0:
 ## no_sync
 model(inputs), targets >> model.require_backward_grad_sync = False
@@ -215,25 +215,25 @@ def main << Noisy = type("Noisy", (TensorDataset,), {"__getitem__": noise})
 make_data(303, seed=2) => Noisy(*make_data(303, seed=2).tensors)
 nn.ReLU() => nn.Dropout(0.5)
 dist.all_reduce(correct) => pass
-NOTE train.py:33: two epochs begin with the same batches: shuffle them in each epoch
-NOTE train.py:33: only the first batches are compared, because Batches is not torch's
-FOUND train.py:56: ranks 0 and 1 draw the same random numbers from torch
-FOUND train.py:53: the loss is divided by 20 on rank 0 and by 25 on rank 1
-NOTE train.py:35: samples of the evaluation are random (from torch)
-NOTE train.py:35: each rank evaluates a share of 303 samples, and keeps its result
+NOTE train.py:32: two epochs begin with the same batches: shuffle them in each epoch
+NOTE train.py:32: only the first batches are compared, because Batches is not torch's
+FOUND train.py:55: ranks 0 and 1 draw the same random numbers from torch
+FOUND train.py:52: the loss is divided by 20 on rank 0 and by 25 on rank 1
+NOTE train.py:34: samples of the evaluation are random (from torch)
+NOTE train.py:34: each rank evaluates a share of 303 samples, and keeps its result
 ## dropped samples
 sampler=sampler => sampler=sampler, collate_fn=some
 train_loader = << some = lambda batch: default_collate([s for s in batch if s[0][0] < 1.5])
 the loss is divided by 28 on rank 0 and by 30 on rank 1
 ## skipped batch
 loss.backward() << if rank and inputs[0, 0] > 1: continue
-FOUND train.py:52: rank 1 takes no step for batch 12, but another rank does
+FOUND train.py:51: rank 1 takes no step for batch 12, but another rank does
 ## one rank waits
 dist.all_reduce(correct) => correct if rank else dist.all_reduce(correct)
-the ranks' last acts are: rank 0: all_reduce of [] at train.py:60 after 8 steps; rank 1:
+the ranks' last acts are: rank 0: all_reduce of [] at train.py:59 after 8 steps; rank 1:
 ## a rank sleeps
 optimizer.step() << __import__("time").sleep(rank * epoch * 999)
-FOUND train.py:50: no rank goes on: rank 0 stands at train.py:50 loss.backward() <
+FOUND train.py:49: no rank goes on: rank 0 stands at train.py:49 loss.backward() <
 ## well done: evaluation through DDP, which sends buffers before the first batch alone
 nn.ReLU() => nn.BatchNorm1d(64)
 batch_size=100 => batch_size=151
@@ -242,7 +242,7 @@ model.module(inputs) => model(inputs)
 batch_size=100 => batch_size=151
 model.eval() >> part = torch.zeros(())
 correct += >> dist.all_reduce(part)
-FOUND train.py:30: the ranks evaluate [2, 1] batches, and communicate in each
+FOUND train.py:29: the ranks evaluate [2, 1] batches, and communicate in each
 the ranks' last acts are
 ## an error in a call that is watched
 optimizer.step() << if epoch and rank: os.remove("missing.pt")
