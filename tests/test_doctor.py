@@ -189,7 +189,7 @@ model = DDP(model) << optimizer.add_param_group({"params": [scale]})
 because DDP does not have the parameter (1 of 5, first a parameter of shape [] (number 4): norm
 ## changed gradients
 optimizer.step() << model.module[0].bias.grad.mul_(1 - rank)
-because a rank changes them after the all-reduce, or a checkpoint is reentrant (1 of 4, first 0.bias
+because a rank changes them later, backward() runs twice, or a checkpoint is reentrant (1 of 4, first 0.bias
 ## changed at first
 model = DDP(model) >> model.module[0].bias.data += rank
 the weights of ranks 0 and 1 differ before the first step (1 of 4, first 0.bias: norm

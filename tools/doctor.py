@@ -421,7 +421,7 @@ def reason(event: dict, name: str) -> tuple[str, str, str]:
     if not synced:
         page = PITFALLS + "with-accumulation-the-weights-drift-apart"
         return "all of the step was in no_sync()", "leave it for the last micro-batch", page
-    why = "a rank changes them after the all-reduce, or a checkpoint is reentrant"
+    why = "a rank changes them later, backward() runs twice, or a checkpoint is reentrant"
     return why, "do the same on all ranks", WEIGHTS
 
 
@@ -561,7 +561,7 @@ def machine(job: Job) -> Iterator[Found]:
     for (one, a), (two, b) in [] if on_cpu else combinations(made.items(), 2):
         if a["device"] == b["device"]:
             what, remedy = f"ranks {one} and {two} use the same device", "use cuda:LOCAL_RANK"
-            page = PITFALLS + "all-processes-are-on-gpu-0-or-duplicate-gpu-detected"
+            page = PITFALLS + "invalid-device-ordinal-or-all-processes-on-gpu-0"
             yield Found(a["where"], what, remedy, page)
             break
     threads = [own[0]["threads"] for rank in job.ranks if (own := job.of(rank, "before"))]

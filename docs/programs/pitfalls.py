@@ -117,6 +117,19 @@ def bypass(rank, wrong):
     print(f"weight {model.module.weight.item():.1f}")
 
 
+def two_losses(rank, wrong):
+    model = DDP(nn.Linear(1, 1, bias=False))
+    nn.init.ones_(model.module.weight)
+    output = model(torch.full((1, 1), rank + 1.0))
+    first, second = output.mean(), output.square().mean()
+    if wrong:
+        first.backward(retain_graph=True)
+        second.backward()
+    else:
+        (first + second).backward()
+    print(f"gradient {model.module.weight.grad.item():.1f}")
+
+
 def unfrozen(rank, wrong):
     target = [1.0, 3.0][rank]  # what the samples of this rank say
     body, head = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
