@@ -175,6 +175,9 @@ sampler.set_epoch(epoch) => pass
 FOUND train.py:27: the ranks have [21, 11] batches
 NOTE train.py:27: two epochs have the same order of 660 samples: shuffle them in each epoch
 the ranks' last acts are: rank 0:
+## two backward passes
+loss.backward() => loss.backward(retain_graph=True); (loss / 2).backward()
+because backward() runs twice after a forward(), or a checkpoint is reentrant (4 of 4
 ## no_sync
 model(inputs), targets >> model.require_backward_grad_sync = False
 in step 1, the gradients of ranks 0 and 1 differ, because all of the step was in no_sync()
@@ -189,7 +192,7 @@ model = DDP(model) << optimizer.add_param_group({"params": [scale]})
 because DDP does not have the parameter (1 of 5, first a parameter of shape [] (number 4): norm
 ## changed gradients
 optimizer.step() << model.module[0].bias.grad.mul_(1 - rank)
-because a rank changes them later, backward() runs twice, or a checkpoint is reentrant (1 of 4, first 0.bias
+because a rank changes them after the all-reduce (1 of 4, first 0.bias
 ## changed at first
 model = DDP(model) >> model.module[0].bias.data += rank
 the weights of ranks 0 and 1 differ before the first step (1 of 4, first 0.bias: norm
@@ -240,7 +243,7 @@ batch_size=100 => batch_size=151
 model.module(inputs) => model(inputs)
 ## evaluation sums up each batch
 batch_size=100 => batch_size=151
-model.eval() >> part = torch.zeros(())
+model.eval() >> part = torch.zeros((), dtype=torch.long)
 correct += >> dist.all_reduce(part)
 FOUND train.py:29: the ranks evaluate [2, 1] batches, and communicate in each
 the ranks' last acts are

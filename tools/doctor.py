@@ -409,7 +409,7 @@ def told(what, one, two, names, event, remedy, page) -> Found:
 
 
 def reason(event: dict, name: str) -> tuple[str, str, str]:
-    forwards, synced, *_ = event["counts"]
+    forwards, synced, backwards, _ = event["counts"]
     if name in event["outside"]:
         return "DDP does not have the parameter", "put it into the module that DDP wraps", WEIGHTS
     if name in event["late"]:
@@ -421,8 +421,11 @@ def reason(event: dict, name: str) -> tuple[str, str, str]:
     if not synced:
         page = PITFALLS + "with-accumulation-the-weights-drift-apart"
         return "all of the step was in no_sync()", "leave it for the last micro-batch", page
-    why = "a rank changes them later, backward() runs twice, or a checkpoint is reentrant"
-    return why, "do the same on all ranks", WEIGHTS
+    if backwards > forwards:
+        page = PITFALLS + "with-two-backward-passes-the-gradients-differ"
+        why = "backward() runs twice after a forward(), or a checkpoint is reentrant"
+        return why, "add the losses, or pass use_reentrant=False", page
+    return "a rank changes them after the all-reduce", "do the same on all ranks", WEIGHTS
 
 
 def learning(job: Job) -> Iterator[Found]:
