@@ -119,7 +119,7 @@ def test_a_copy_needs_no_common(tmp_path):
         text = re.sub(rf'\n    add\("--{option}".*', "", text)
         text = text.replace(f'"{option}", ', "")
     text = re.sub(r"\n    args.model = .*", "", text)
-    assert count == 1 and "common" not in text and "DATASETS" not in text
+    assert count == 1 and "from common" not in text and "DATASETS" not in text
     path.write_text(text)
     options = ("--batch-size", 6, "--lr", 0.01)
     whole = epochs(train(tmp_path, path, 2, 2, *options, "--snapshot-path", "whole.pt"))

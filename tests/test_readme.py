@@ -88,8 +88,8 @@ def test_the_lines_that_steps_quotes_are_in_the_scripts():
                 assert line[0] not in found or line[1:].strip() in found[line[0]], line
 
 
-def test_the_lines_of_your_loops_table_are_in_ddp_torchrun():
-    rows = table((ROOT / "docs" / "your_loop.md").read_text(), "what it adds")
+def test_the_lines_of_the_table_of_your_project_are_in_ddp_torchrun():
+    rows = table(PROJECT, "what it adds")
     code = (ROOT / "ddp_torchrun.py").read_text()
     assert [line for *_, line in rows if line.strip("`") not in code] == []
 
