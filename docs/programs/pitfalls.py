@@ -38,7 +38,6 @@ PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel"]
 SECONDS = 120  # a program that takes longer fails
 RANKS = {"padding": 4, "local_rank": 4}  # all others have two ranks
 RANKS |= dict.fromkeys(("map_location", "threads"), 1)
-ON_TWO_NODES = ("local_rank", "relative_path")  # each node is a folder of its own
 HANGS = ("one_rank", "skip", "wrapper")  # the wrong ones, whose collectives end after five seconds
 
 
@@ -386,17 +385,6 @@ def resume(rank, wrong):
     print(f"after four epochs: weight {whole:.3f} in one go, {resumed:.3f} if resumed after two")
 
 
-def relative_path(rank, wrong):
-    if rank == 0:
-        torch.save({"epoch": 3}, "snapshot.pt")  # the run before: rank 0 saved, on its node
-    epoch = torch.load("snapshot.pt")["epoch"] if os.path.exists("snapshot.pt") else 0
-    if not wrong:
-        epochs = [None] * dist.get_world_size()
-        dist.all_gather_object(epochs, epoch)
-        assert len({*epochs}) == 1, f"the ranks begin at epochs {epochs}"
-    print("begins at epoch", epoch)
-
-
 def seeds(rank):
     torch.manual_seed(42 + rank)
     module = nn.Linear(1, 1, bias=False)
@@ -416,16 +404,14 @@ def optimizer_order(rank):
 def start_rank(rank: int, name: str, folder: str, wrong: tuple[bool, ...]) -> None:
     """Call the program as this rank, leave what it prints in a file, and wait to be killed."""
     faulthandler.dump_traceback_later(SECONDS, exit=True)
-    ranks, nodes = RANKS.get(name, 2), 2 if name in ON_TWO_NODES else 1
+    ranks, nodes = RANKS.get(name, 2), 2 if name == "local_rank" else 1
     os.environ.update(LOCAL_RANK=str(rank % (ranks // nodes)), CUDA_VISIBLE_DEVICES="")
     loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
     if loopback:  # nothing here listens to the network
         os.environ["GLOO_SOCKET_IFNAME"] = loopback
     torch.set_num_threads(1)
     torch.seed()  # a Python of its own has its own; a fork has that of its parent
-    node = Path(folder, f"node{rank * nodes // ranks}")
-    node.mkdir(exist_ok=True)
-    os.chdir(node)
+    os.chdir(folder)
     store = dist.FileStore(os.path.join(folder, "store"), ranks)
     limit = datetime.timedelta(seconds=5 if name in HANGS and wrong[0] else SECONDS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
