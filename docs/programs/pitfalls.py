@@ -463,7 +463,7 @@ def run(name: str) -> str:
 def sections(page: str) -> dict[str, str]:
     """The entries of the page, each by the name of its program, which only its source shows."""
     entries = re.split(r"\n(?=##+ )", page)
-    names = [re.search(r"(?:^```diff |Program: `)(\w+)", entry, re.M) for entry in entries]
+    names = [re.search(r"(?:^```diff |Program:\s`)(\w+)", entry, re.M) for entry in entries]
     return {name[1]: entry for name, entry in zip(names, entries, strict=True) if name}
 
 
