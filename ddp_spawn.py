@@ -173,7 +173,7 @@ def load_snapshot(args, parts):
     rates = [group["lr"] for group in parts["optimizer"].param_groups]
     for name, part in parts.items():
         part.load_state_dict(snapshot[name])
-    # This run's rate. With a torch scheduler, delete all marked "your schedule", and `rates`.
+    # Keep this run's learning rate. With a torch scheduler, follow its recipe in docs/recipes.md.
     for group, rate in zip(parts["optimizer"].param_groups, rates, strict=True):  # your schedule
         group["lr"] = rate
     log(f"Resuming training from snapshot at Epoch {snapshot['epoch']}")

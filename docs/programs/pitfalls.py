@@ -480,9 +480,12 @@ def update() -> None:
 
 
 if __name__ == "__main__":
+    names = list(sections(PAGE.read_text()))
     if sys.argv[1:] == ["--update"]:
         update()
+    elif unknown := [name for name in sys.argv[1:] if name not in names]:
+        sys.exit(f"error: no program is called {unknown[0]}: choose one of {', '.join(names)}")
     elif sys.argv[1:]:
         print(*(run(name) for name in sys.argv[1:]), sep="\n")
     else:
-        print(*sections(PAGE.read_text()), sep="\n")
+        print(*names, sep="\n")
