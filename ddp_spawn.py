@@ -4,8 +4,8 @@
     python ddp_spawn.py 50 10 --resume        continue from checkpoint.pt, if it exists
     CUDA_VISIBLE_DEVICES=0,2 python ddp_spawn.py
 
-A step takes --batch-size samples of each process: with four, 32 make a batch of 128. For the batch
-of single_gpu.py, divide --batch-size by the number of processes.
+A step takes --batch-size samples of each process: with four, 32 make a batch of 128. For several
+machines, and for long jobs, use ddp_torchrun.py: torchrun does the work of the main guard below.
 """
 
 import argparse
@@ -34,8 +34,6 @@ def ddp_setup(rank, args):
     if args.device == "cuda":
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
-    else:  # the processes share the cores
-        torch.set_num_threads(max(1, torch.get_num_threads() // args.nproc_per_node))
     dist.init_process_group(
         args.backend, init_method=args.init_method, rank=rank, world_size=args.nproc_per_node
     )
@@ -93,8 +91,8 @@ def load_snapshot(args, model, optimizer):
         return 0
     model.load_state_dict(snapshots[0]["model"])
     optimizer.load_state_dict(snapshots[0]["optimizer"])
-    for group in optimizer.param_groups:
-        group["lr"] = args.lr  # not the snapshot's (with a scheduler, leave this out)
+    for group in optimizer.param_groups:  # not with a scheduler, or with several groups
+        group.update(lr=args.lr, momentum=args.momentum)  # this run's, not the snapshot's
     return snapshots[0]["epoch"]
 
 
@@ -114,7 +112,7 @@ def train(args, device):
 
     first_epoch = load_snapshot(args, model, optimizer)
     print(f"[rank {rank} of {world_size}] on {device}, from epoch {first_epoch}", flush=True)
-    model = DDP(model)  # without device_ids, because the loop moves the inputs itself
+    model = DDP(model)  # copies rank 0's weights; no device_ids, as the loop moves the inputs
 
     for epoch in range(first_epoch, args.total_epochs):
         start = time.perf_counter()
@@ -128,7 +126,7 @@ def train(args, device):
         rate = sampler.total_size / (time.perf_counter() - start)
         if (epoch + 1) % args.save_every == 0 or epoch + 1 == args.total_epochs:
             save_snapshot(args, model.module, optimizer, epoch + 1)
-        for buffer in model.buffers():  # such as BatchNorm's statistics: rank 0's for all
+        for buffer in model.buffers():  # BatchNorm's statistics differ: take rank 0's
             dist.broadcast(buffer, src=0)
         sums = evaluate(model.module, val_loader, device)  # not through DDP: shards may differ
         dist.all_reduce(sums)
@@ -140,9 +138,9 @@ def train(args, device):
 
 
 def main(rank, args):
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # sent when the parent dies
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # torch sends it if the parent dies
     device = ddp_setup(rank, args)
-    train(args, device)  # returns, so that DDP is freed before its group ends
+    train(args, device)  # frees its DDP object on return, before the group ends
     dist.destroy_process_group()
 
 
@@ -180,6 +178,7 @@ if __name__ == "__main__":
     args = parse_args()
     line = f"total_epochs: {args.total_epochs}, save_every: {args.save_every}"
     print(f"{line}, batch_size: {args.batch_size}", flush=True)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: the processes share the cores
     with socket.socket() as free:  # finds a port that is not in use
         free.bind(("127.0.0.1", 0))
         args.init_method = f"tcp://127.0.0.1:{free.getsockname()[1]}"

@@ -90,8 +90,8 @@ def load_snapshot(args, model, optimizer):
         return 0
     model.load_state_dict(snapshots[0]["model"])
     optimizer.load_state_dict(snapshots[0]["optimizer"])
-    for group in optimizer.param_groups:
-        group["lr"] = args.lr  # not the snapshot's (with a scheduler, leave this out)
+    for group in optimizer.param_groups:  # not with a scheduler, or with several groups
+        group.update(lr=args.lr, momentum=args.momentum)  # this run's, not the snapshot's
     return snapshots[0]["epoch"]
 
 
@@ -114,7 +114,7 @@ def train(args, device):
         line = f"total_epochs: {args.total_epochs}, save_every: {args.save_every}"
         print(f"{line}, batch_size: {args.batch_size}", flush=True)
     print(f"[rank {rank} of {world_size}] on {device}, from epoch {first_epoch}", flush=True)
-    model = DDP(model)  # without device_ids, because the loop moves the inputs itself
+    model = DDP(model)  # copies rank 0's weights; no device_ids, as the loop moves the inputs
 
     for epoch in range(first_epoch, args.total_epochs):
         start = time.perf_counter()
@@ -128,7 +128,7 @@ def train(args, device):
         rate = sampler.total_size / (time.perf_counter() - start)
         if (epoch + 1) % args.save_every == 0 or epoch + 1 == args.total_epochs:
             save_snapshot(args, model.module, optimizer, epoch + 1)
-        for buffer in model.buffers():  # such as BatchNorm's statistics: rank 0's for all
+        for buffer in model.buffers():  # BatchNorm's statistics differ: take rank 0's
             dist.broadcast(buffer, src=0)
         sums = evaluate(model.module, val_loader, device)  # not through DDP: shards may differ
         dist.all_reduce(sums)
@@ -142,7 +142,7 @@ def train(args, device):
 @record  # shows a rank's traceback in torchrun's report
 def main(args):
     device = ddp_setup(args)
-    train(args, device)  # returns, so that DDP is freed before its group ends
+    train(args, device)  # frees its DDP object on return, before the group ends
     dist.destroy_process_group()
 
 
