@@ -1,6 +1,5 @@
 """Running the real command lines: each in a session of its own, watched for what it leaves."""
 
-import argparse
 import contextlib
 import os
 import re
@@ -10,25 +9,22 @@ import sys
 import time
 import uuid
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "tests" / "site"
 SCRIPTS = ("single_gpu.py", "data_parallel.py", "ddp_spawn.py", "ddp_torchrun.py", "multinode.py")
-# test_sameness.py compares the other two with these, to the letter.
-every_form = pytest.mark.parametrize("script", (SCRIPTS[0], SCRIPTS[2], SCRIPTS[3]))
 every_script = pytest.mark.parametrize("script", SCRIPTS)
 every_ddp_script = pytest.mark.parametrize("script", SCRIPTS[2:])
+# For what test_sameness.py finds to be the same, to the letter, in all of them.
+every_form = pytest.mark.parametrize("script", (SCRIPTS[0], SCRIPTS[2]))
 
 # Standalone: its own port, also where torchrun's default is a fixed one (before torch 2.12).
 TORCHRUN = "torchrun --standalone --nproc_per_node={} ddp_torchrun.py"
+SPAWN2 = ("ddp_spawn.py", "--nproc-per-node", 2)
 # What multinode.py needs where it is alone. Each Job puts a new file of its folder in this place.
 ALONE = ("--init-method", "file://new", "--rank", 0, "--world-size", 1)
-SPAWN2 = ("ddp_spawn.py", "--nproc-per-node", 2)
-NODE2 = ("multinode.py", *ALONE[:-1], 2, "--nproc-per-node", 2)
 EPOCH = re.compile(
     r"^Epoch (\d+) \| Train loss: (\S+) \| Val loss: (\S+) \| "
     r"Accuracy: (\d+)/(\d+) \((\S+)%\) \| (\d+) samples/s$",
@@ -132,16 +128,3 @@ def epochs(text: str) -> list[dict[str, float]]:
     """The epoch lines of an output."""
     names = ("epoch", "train_loss", "val_loss", "correct", "total", "accuracy", "rate")
     return [dict(zip(names, map(float, found), strict=True)) for found in EPOCH.findall(text)]
-
-
-def losses(text: str) -> list[float]:
-    """The loss of every step, with --log-interval 1."""
-    return [float(loss) for loss in re.findall(r"Step \d+ \| Loss(?: of rank 0)?: (\S+)", text)]
-
-
-def set_up(module: ModuleType, args: argparse.Namespace, number: int = 0) -> torch.device:
-    """ddp_setup() as main() calls it in the process of this number.
-
-    ddp_torchrun.py takes its number from the environment.
-    """
-    return module.ddp_setup(*([] if module.__name__ == "ddp_torchrun" else [number]), args)

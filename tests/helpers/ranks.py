@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.multiprocessing as mp
-from helpers.jobs import ROOT, SCRIPTS
+from helpers.jobs import ROOT
 
 PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel", "torchvision"]
 
@@ -33,22 +33,18 @@ def train(folder: Path, script: Path, processes: int, *arguments: object, dtype:
     held = socket.socket()  # so that nobody else gets its port; torch may listen on it
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind(("localhost", 0))
-    port = held.getsockname()[1]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    env |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_RESTART_COUNT": "0"}
-    if Path(script).name not in SCRIPTS[:3]:  # which take it for a mistake
-        env |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHELASTIC_RESTART_COUNT": "0"}
+    env |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(held.getsockname()[1])}
+    env |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     start_server()
-    given = (folder, str(ROOT / script), processes, [*map(str, arguments)], dtype, env)
+    given = (folder, str(ROOT / script), [*map(str, arguments)], dtype, env)
     with held:
         mp.start_processes(one_rank, given, processes, start_method="forkserver")
     return "".join((folder / f"output-{rank}").read_text() for rank in range(processes))
 
 
-def one_rank(
-    rank: int, folder: Path, script: str, processes: int, words: list, dtype: str, env: dict
-) -> None:
-    """In a process of its own: the whole program, but only main() of those that start processes."""
+def one_rank(rank: int, folder: Path, script: str, words: list, dtype: str, env: dict) -> None:
+    """In a process of its own: the whole program, but of ddp_spawn.py what mp.spawn would call."""
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank))
@@ -59,13 +55,10 @@ def one_rank(
     torch.set_num_threads(1)
     sys.argv = [script, *words]
     sys.path.insert(0, str(Path(script).parent))
-    name = Path(script).stem
-    if name not in ("ddp_spawn", "multinode"):
+    if Path(script).stem != "ddp_spawn":
         runpy.run_path(script, run_name="__main__")
         return
-    module = importlib.import_module(name)
+    module = importlib.import_module("ddp_spawn")
     args = module.parse_args()
-    args.nproc_per_node = processes
-    if name == "ddp_spawn":
-        args.init_method = f"file://{folder}/output-store{env['MASTER_PORT']}"
-    module.main(rank if name == "ddp_spawn" else 0, args)
+    args.nproc_per_node, args.init_method = int(env["WORLD_SIZE"]), "env://"
+    module.main(rank, args)

@@ -4,12 +4,10 @@ with this folder on PYTHONPATH. The scripts know nothing of it. Each hook has a 
 LADDER_DTYPE=float64     torch's default dtype
 LADDER_RAISE=rank:step   cross_entropy raises in that rank at that call
 LADDER_CPU=1             no accelerator is found, whatever the machine has (but in GPU tests)
-LADDER_ATEXIT=1          every process prints "Python ends" where Python does, and its threads
 LADDER_SLOW=rank[:s]     this rank sleeps for s or 0.3 seconds after every step of the optimizer
 LADDER_TWIN=count        one GPU stands for so many, for a rank each, with NCCL over sockets: slow
 """
 
-import functools
 import os
 import sys
 import time
@@ -27,14 +25,9 @@ if hooks and not any("resource_tracker" in word for word in sys.orig_argv):
     import torch
 
     if "CPU" in hooks:
-        # The scripts ask torch.accelerator; nn.DataParallel asks the devices' own modules.
-        found = torch.accelerator.current_accelerator()
-        own = [torch.get_device_module(found)] if found else []
-        for module in (torch.accelerator, *own):
+        for module in (torch.accelerator, torch.cuda):
             module.is_available = lambda: False
             module.device_count = lambda: 0
-        # torch.compile looks for what functools.cache leaves in this one.
-        torch.backends.mps.is_available = functools.cache(lambda: False)
 
     if "DTYPE" in hooks:
         torch.set_default_dtype(getattr(torch, hooks["DTYPE"]))
@@ -55,20 +48,6 @@ if hooks and not any("resource_tracker" in word for word in sys.orig_argv):
 
         F.cross_entropy = failing
 
-    if "ATEXIT" in hooks:
-        import atexit
-        import contextlib
-
-        def say() -> None:
-            threads = []
-            time.sleep(0.2)  # Linux may list a thread for a moment after it was joined
-            for path in Path("/proc/self/task").glob("*/comm"):
-                with contextlib.suppress(OSError):  # a thread that ends at this moment
-                    threads.append(path.read_text().strip())
-            print(f"Python ends: {' '.join(threads)}\n", end="", flush=True)
-
-        atexit.register(say)
-
     if "SLOW" in hooks:
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -81,7 +60,11 @@ if hooks and not any("resource_tracker" in word for word in sys.orig_argv):
         register_optimizer_step_post_hook(sleep)
 
     if "TWIN" in hooks:
-        device, set_index = torch.device, torch.accelerator.set_device_index
+        device, set_device, set_index = (
+            torch.device,
+            torch.cuda.set_device,
+            torch.accelerator.set_device_index,
+        )
 
         class Twins(type):
             def __instancecheck__(cls, thing: object) -> bool:
@@ -98,5 +81,6 @@ if hooks and not any("resource_tracker" in word for word in sys.orig_argv):
                 return device(made.type, 0)
 
         torch.device = Twins("device", (), {})
-        torch.accelerator.device_count = lambda: int(hooks["TWIN"])
-        torch.accelerator.set_device_index = lambda index: set_index(0)
+        torch.cuda.device_count = torch.accelerator.device_count = lambda: int(hooks["TWIN"])
+        torch.cuda.set_device = lambda _: set_device(0)
+        torch.accelerator.set_device_index = lambda _: set_index(0)
