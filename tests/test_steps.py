@@ -1,58 +1,142 @@
-"""What a step, an epoch and an evaluation compute, and on what; in the tests' process."""
+"""What a step, an epoch and an evaluation compute, on what and with what; in the tests' process."""
 
-from itertools import chain
+import os
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.jobs import every_ddp_script, every_form
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.utils.data import DataLoader, DistributedSampler
-
-from common.data import make_digits
-from common.loader import loader_options
+from helpers.jobs import epochs, every_ddp_script, every_script
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 pytestmark = pytest.mark.numbers
 
-TORCHRUN = "ddp_torchrun.py"
 MLP = ("--model", "mlp")
 
 
-@every_form
-@pytest.mark.filterwarnings("ignore:'pin_memory' argument")  # there is no accelerator
-@pytest.mark.parametrize("type", ["cuda", "mps"])
-def test_copies_are_waited_for_unless_memory_is_pinned(do, monkeypatch, script, type):
-    """From memory that is not pinned, MPS would copy garbage (pytorch#139550)."""
-    seen, to = set(), torch.Tensor.to
+@every_script
+def test_batches_are_copied_without_waiting_and_multiplied_in_tf32(do, monkeypatch, script):
+    class Batch(SimpleNamespace):
+        def to(self, device: torch.device, **named: object) -> torch.Tensor:
+            copies.append((device.type, named))
+            return self.tensor
 
-    def traced(tensor: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        seen.add(kwargs.get("non_blocking"))
-        return to(tensor, *args, **kwargs)
+    copies, model = [], nn.Linear(1, 2)
+    loader = [(Batch(tensor=torch.ones(3, 1)), Batch(tensor=torch.tensor([0, 1, 1])))]
+    torch.set_float32_matmul_precision("highest")
+    module = do(script, 1, *MLP).module
+    assert torch.get_float32_matmul_precision() == "high"
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    optimizer, device = torch.optim.SGD(model.parameters()), torch.device("cpu")
+    module.train_epoch(model, loader, optimizer, device)
+    module.evaluate(model, loader, device)
+    assert copies == [("cpu", {"non_blocking": True})] * 4
 
-    options = loader_options(type, 0)
-    monkeypatch.setattr(do.module(script), "loader_options", lambda *_: options)
-    monkeypatch.setattr(torch.Tensor, "to", traced)
-    do(script, 1, *MLP)
-    assert seen - {None} == {type == "cuda"}
+
+class Processes(Dataset):
+    """As input the process that has made it."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        return os.getpid(), index
 
 
-@every_form
-def test_evaluation_has_a_mode_of_its_own_and_leaves_the_model_in_training_mode(
-    do, monkeypatch, script
-):
-    """Also where somebody calls it within an epoch."""
-    module, modes, build_model = do.module(script), [], do.module(script).build_model
+@every_script
+def test_workers_persist(do, monkeypatch, script):
+    module, found = do.module(script), []
 
-    def build(*given: object) -> torch.nn.Module:
+    def train_epoch(model: object, loader: DataLoader, *_: object) -> torch.Tensor:
+        found.append({pid.item() for inputs, _ in loader for pid in inputs})
+        return torch.zeros(())
+
+    monkeypatch.setattr(module, "load_dataset", lambda *_: (Processes(), Processes()))
+    monkeypatch.setattr(module, "train_epoch", train_epoch)
+    monkeypatch.setattr(module, "evaluate", lambda *_: torch.zeros(2))
+    do(script, 2, *MLP, "--num-workers", 1, "--batch-size", 2)
+    assert len(found[0]) == 1 and found[0] == found[1] != {os.getpid()}
+
+
+@every_script
+def test_each_epoch_has_its_order_and_its_random_numbers(do, monkeypatch, script):
+    """The order is the same in all scripts. The weights and a split of the data are seeded, too."""
+    module, seeds, orders = do.module(script), [], []
+    monkeypatch.setattr(module, "set_seed", lambda *numbers: seeds.append(numbers))
+
+    def train_epoch(model: object, loader: DataLoader, *_: object) -> torch.Tensor:
+        orders.append([*loader.sampler])
+        return torch.zeros(())
+
+    monkeypatch.setattr(module, "train_epoch", train_epoch)
+    do(script, 2, *MLP, "--seed", 7)
+    for epoch, order in enumerate(orders):
+        generator = torch.Generator().manual_seed(7 + epoch)
+        assert order == torch.randperm(40, generator=generator).tolist()
+    rank = () if script in ("single_gpu.py", "data_parallel.py") else (0,)
+    assert seeds == [(7,), (7, *rank, 0), (7, *rank, 1)]
+
+
+@every_script
+def test_the_rate_is_that_of_training(do, monkeypatch, script):
+    """40 samples in five steps of 2 s, the device's rest of 2 s, and 100 s of evaluation, which do
+    not count."""
+    module, seconds = do.module(script), [0]
+    train_epoch, evaluate = module.train_epoch, module.evaluate
+
+    def slow_epoch(*given: object) -> SimpleNamespace:
+        train_epoch(*given)
+        seconds.append(2 * len(given[1]))
+        return SimpleNamespace(item=lambda: seconds.append(2) or 1.0)
+
+    monkeypatch.setattr("time.perf_counter", lambda: sum(seconds))
+    monkeypatch.setattr(dist, "all_reduce", lambda _: None)
+    monkeypatch.setattr(module, "train_epoch", slow_epoch)
+    monkeypatch.setattr(module, "evaluate", lambda *given: seconds.append(100) or evaluate(*given))
+    text = do(script, 2, *MLP, "--batch-size", 8).text
+    assert [line["rate"] for line in epochs(text)] == [3, 3]  # 40 / 12
+
+
+@every_script
+def test_the_sums_of_an_epoch_and_the_modes_of_the_model(do, monkeypatch, script):
+    """A learning rate of 0 leaves the weights as they are, so all can be computed afterwards. Of 40
+    samples and 10, the last batches are short."""
+    module, modes = do.module(script), []
+    build_model = module.build_model
+
+    def build(*given: object) -> nn.Module:
         model = build_model(*given)
-        model.register_forward_pre_hook(lambda model, _: modes.append(model.training))
+        model.register_forward_pre_hook(
+            lambda model, _: modes.append((model.training, torch.is_grad_enabled()))
+        )
         return model
 
     monkeypatch.setattr(module, "build_model", build)
-    job = do(script, 2, "--batch-size", 16)
-    assert modes == [True, True, True, False] * 2
-    module.evaluate(job.model.train(), job.passes[0][1], torch.device("cpu"))
-    assert not modes[-1] and job.model.training and job.model.classifier[3].training
+    job = do(script, 2, *MLP, "--batch-size", 16, "--lr", 0)
+    assert modes == [*[(True, True)] * 3, (False, False)] * 2
+    with torch.no_grad():
+        inputs, targets = zip(
+            *[job.passes[0][1].dataset[index] for index in range(40)], strict=True
+        )
+        loss = nn.functional.cross_entropy(job.model(torch.stack(inputs)), torch.stack(targets))
+    assert epochs(job.text)[1]["train_loss"] == pytest.approx(loss.item(), abs=6e-5)
+
+
+def test_data_parallel_splits_training_and_evaluation(do, monkeypatch):
+    """As on two GPUs, but that the second half is computed by the model itself, and not a copy."""
+    parts = []
+
+    def forward(wrapped: nn.DataParallel, inputs: torch.Tensor) -> torch.Tensor:
+        parts.append(len(inputs))
+        return torch.cat([wrapped.module(half) for half in inputs.chunk(2)])
+
+    expected = epochs(do("single_gpu.py", 2, *MLP, "--snapshot-path", "one.pt").text)
+    monkeypatch.setattr(nn.DataParallel, "forward", forward)
+    found = epochs(do("data_parallel.py", 2, *MLP).text)
+    assert parts == [32, 8, 10] * 2
+    assert found[1]["val_loss"] == pytest.approx(expected[1]["val_loss"], abs=2e-4)
 
 
 @every_ddp_script
@@ -61,12 +145,12 @@ def test_evaluation_is_with_the_buffers_of_rank_0_and_not_through_ddp(do, monkey
     module, seen = do.module(script), []
     build_model, evaluate = module.build_model, module.evaluate
 
-    def build(*given: object) -> torch.nn.Module:
+    def build(*given: object) -> nn.Module:
         model = build_model(*given)
         model.register_buffer("statistics", torch.zeros(2))
         return model
 
-    def look(model: torch.nn.Module, *given: object) -> torch.Tensor:
+    def look(model: nn.Module, *given: object) -> torch.Tensor:
         seen.append((type(model).__name__, model.statistics.tolist()))
         return evaluate(model, *given)
 
@@ -77,51 +161,22 @@ def test_evaluation_is_with_the_buffers_of_rank_0_and_not_through_ddp(do, monkey
     assert seen == [("MLP", [7, 7])]
 
 
-def test_gradients_are_sent_once_a_step(do, monkeypatch):
-    """Also after micro-batches of 4, 4 and 4 samples, and of 4 at the end."""
-    module, sent, steps, step = do.module(TORCHRUN), [], [], torch.optim.SGD.step
+@every_ddp_script
+def test_ddp_is_freed_before_its_group_ends(do, monkeypatch, script):
+    module, held, ended = do.module(script), [], []
 
-    def wrap(model: torch.nn.Module, **named: object) -> torch.nn.Module:
-        model = torch.nn.parallel.DistributedDataParallel(model, **named)
-        hook = lambda _, bucket: sent.append(bucket.index()) or allreduce_hook(None, bucket)  # noqa: E731
-        model.register_comm_hook(None, hook)
+    def wrap(model: nn.Module) -> nn.Module:
+        model = nn.parallel.DistributedDataParallel(model)
+        held.append(weakref.ref(model))
         return model
 
-    def stepping(optimizer: torch.optim.Optimizer, *given: object) -> object:
-        steps.append(sorted(sent))
-        sent.clear()
-        return step(optimizer, *given)
+    def end() -> None:
+        do.job.passes.clear()  # which hold it, too
+        ended.append(held[0]() is None)
+        destroy()
 
+    destroy = dist.destroy_process_group
     monkeypatch.setattr(module, "DDP", wrap)
-    monkeypatch.setattr(torch.optim.SGD, "step", stepping)
-    do(TORCHRUN, 1, *MLP, "--batch-size", 4, "--accumulate", 3)
-    assert len(steps) == 4 and all(step == [*range(len(step))] != [] for step in steps), steps
-
-
-@pytest.mark.parametrize("before", [1, 2, 3, 4])
-def test_no_sample_is_lost_where_other_ranks_go_on_in_mid_epoch(do, monkeypatch, before):
-    """Of 41 samples, those before the stop are the first of the epoch's order. The other ranks
-    begin where these end, or less than one sample a rank before that."""
-    shares = [DistributedSampler(range(41), before, rank, seed=42) for rank in range(before)]
-    done, found = [*chain(*zip(*shares, strict=True))][: 5 * before], []
-
-    def train_epoch(model: object, loader: DataLoader, *given: object) -> torch.Tensor:
-        found.append((given[-1], [*loader.sampler]))
-        return torch.zeros(())
-
-    fakes = {"train_epoch": train_epoch, "load_snapshot": lambda *_: (0, len(done))}
-    fakes["load_dataset"] = lambda *_: (make_digits(41, 0), [])
-    for name in ("same_on_all_ranks", "save_snapshot", "log"):
-        fakes[name] = lambda *_, **__: None
-    for name, fake in fakes.items():
-        monkeypatch.setattr(do.module(TORCHRUN), name, fake)
-    for world_size in (1, 2, 3, 4):
-        monkeypatch.setattr(dist, "get_world_size", lambda *_, size=world_size: size)
-        found.clear()
-        for rank in range(world_size):
-            monkeypatch.setattr(dist, "get_rank", lambda *_, rank=rank: rank)
-            do(TORCHRUN, 1, *MLP, "--resume")
-        rest = [*chain(*(part for _, part in found))]
-        assert {*done, *rest} == {*range(41)}
-        assert {before for before, _ in found} == {len(done) // world_size}
-        assert len(done) + len(rest) < 41 + 2 * world_size
+    monkeypatch.setattr(dist, "destroy_process_group", end)
+    do(script, 1, *MLP)
+    assert ended == [True]
