@@ -1,6 +1,6 @@
 """After a random fault in a job, --resume ends with the bytes of a run that nothing disturbed.
 
-FAULTS=100 .venv/bin/pytest -m slow tests/test_faults.py     (5 without the variable)
+FAULTS=40 .venv/bin/pytest -m slow tests/test_faults.py     (5 without the variable)
 """
 
 import contextlib
@@ -13,15 +13,16 @@ from pathlib import Path
 import pytest
 from helpers.files import idx_files, load, same_bytes
 from helpers.hosts import require, requirements, run
-from helpers.jobs import NODE2, SCRIPTS, SPAWN2, TORCHRUN, Job
+from helpers.jobs import SCRIPTS, SPAWN2, TORCHRUN, Job, command
 from helpers.ranks import train
 
-LAUNCHES = dict(zip(SCRIPTS, ((SCRIPTS[0],), (SCRIPTS[1],), SPAWN2, (), NODE2), strict=True))
-# Within an epoch a resumed run draws other numbers for dropout, so this one has none.
-LAUNCHES[SCRIPTS[3]] = (TORCHRUN.format("2 --max-restarts=3"), "--resume", "--save-steps", 7)
+SINGLE, PARALLEL, SPAWN, ELASTIC, NODES = SCRIPTS
 SIGNALS = ("SIGKILL", "SIGTERM", "SIGINT")
-OF_ONE = [*((name, "all") for name in SIGNALS), ("full", "disk")]
-OF_SEVERAL = [*OF_ONE, *((name, whom) for name in SIGNALS for whom in ("parent", "rank"))]
+FAULTS = [*((name, "all") for name in SIGNALS), ("full", "disk")]
+OF_RANKS = [*FAULTS, *((name, "rank") for name in SIGNALS)]
+OF_PARENTS = [*OF_RANKS, *((name, "parent") for name in SIGNALS)]
+# Two processes by hand, of which the shell waits for both.
+BY_HAND = '"$@" --rank 1 & "$@" --rank 0; wait'
 
 
 @pytest.fixture
@@ -35,43 +36,56 @@ def disk(tmp_path):
     run("umount", path)
 
 
+def started(script: str, folder: Path, options: tuple) -> Job:
+    launch = {SPAWN: SPAWN2, ELASTIC: (TORCHRUN.format(2),)}.get(script, (script,))
+    words = command(*launch, *options)
+    if script == NODES:
+        words += ["--init-method", f"file://{folder}/store", "--world-size", "2"]
+        words = ["sh", "-c", BY_HAND, "sh", *words]
+    return Job(words, folder, {})
+
+
 def strike(job: Job, what: str, whom: str, draw: random.Random, disk: Path) -> None:
     if what == "full":
         with contextlib.suppress(OSError):  # no space left
             (disk / "filler").write_bytes(bytes(16 << 20))
         return
-    parent = job.process.pid
-    pids = {"all": job.pids(), "parent": [parent], "rank": job.workers() or [parent]}[whom]
-    for pid in [draw.choice(pids)] if whom == "rank" else pids:
+    pids = job.pids() if whom == "all" else [job.process.pid]
+    if whom == "rank":
+        pids = [draw.choice(job.workers() or pids)]
+    for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.Signals[what])
 
 
 @pytest.mark.slow("five jobs by their real command lines, and as many resumed ones")
 @pytest.mark.parametrize("seed", range(5, 5 + int(os.environ.get("FAULTS", 5))))
-def test_the_same_bytes_after_a_random_fault(start, disk, tmp_path, record_property, seed):
+def test_the_same_bytes_after_a_random_fault(disk, tmp_path, record_property, seed):
     draw, script = random.Random(seed), SCRIPTS[seed % len(SCRIPTS)]
-    several = script in SCRIPTS[2:]
-    what, whom = draw.choice(OF_SEVERAL if several else OF_ONE)
-    epoch, seconds = draw.randrange(-1, 4), draw.uniform(0, 1)
-    if (what, whom) == ("SIGKILL", "parent") and (script == SCRIPTS[3] or epoch < 0):
+    processes = 1 if script in (SINGLE, PARALLEL) else 2
+    faults = {SPAWN: OF_PARENTS, ELASTIC: OF_PARENTS, NODES: OF_RANKS}.get(script, FAULTS)
+    (what, whom), epoch, seconds = draw.choice(faults), draw.randrange(-1, 4), draw.uniform(0, 1)
+    if (what, whom) == ("SIGKILL", "parent") and (script == ELASTIC or epoch < 0):
         whom = "all"  # torchrun leaves its ranks then, and mp.spawn those that import torch
+    if whom == "rank" and epoch < 0:
+        whom = "all"  # the other would wait for a rank that mp.spawn or nobody misses
     fault = f"{script}: {what} {whom}, {seconds:.2f} s after epoch {epoch}"
     options = (5, "--dataset", "fashion-mnist", "--data-dir", idx_files(tmp_path, 1200, 10))
-    options += ("--model", "mlp" if script == SCRIPTS[3] else "convnet")
-    options += ("--batch-size", 8, "--snapshot-path")
-    train(tmp_path, script, 1 + several, *options, tmp_path / "whole.pt")
-    options += (disk / "snapshot.pt", *(("--timeout", 10) if several else ()))
-    launch, *more = LAUNCHES[script]
-    job = start(launch, *options, *more, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
-    if epoch >= 0:
-        job.wait_for(f"^Epoch {epoch} .*samples/s$")
-    time.sleep(seconds if epoch >= 0 else 4 * seconds)
-    strike(job, what, whom, draw, disk)
-    job.finish(None)  # and no process is left
+    options += ("--model", "convnet", "--batch-size", 8, "--snapshot-path")
+    train(tmp_path, script, processes, *options, tmp_path / "whole.pt")
+    options += (disk / "snapshot.pt",)
+    job = started(script, tmp_path, options)
+    try:
+        if epoch >= 0:
+            job.wait_for(f"^Epoch {epoch} .*samples/s$")
+        time.sleep(seconds if epoch >= 0 else 4 * seconds)
+        strike(job, what, whom, draw, disk)
+        job.finish(None)  # and no process is left
+    finally:
+        job.kill()
     record_property(fault, job.process.returncode)
     (disk / "filler").unlink(missing_ok=True)
-    train(tmp_path, script, 1 + several, *options, "--resume")
+    train(tmp_path, script, processes, *options, "--resume")
     snapshot = load(disk / "snapshot.pt")
     assert snapshot["epoch"] == 5 and same_bytes(snapshot, load(tmp_path / "whole.pt"))
     assert [path.name for path in disk.iterdir()] == ["snapshot.pt"]
