@@ -2,10 +2,10 @@
 
     python ddp_spawn.py 50 10                 one process per GPU, or two on a CPU
     python ddp_spawn.py 50 10 --resume        continue from checkpoint.pt, if it exists
-    CUDA_VISIBLE_DEVICES=0,2 python ddp_spawn.py
 
-A step takes --batch-size samples of each process: with four, 32 make a batch of 128. For several
-machines, and for long jobs, use ddp_torchrun.py: torchrun does the work of the main guard below.
+Each process has a number, its rank, a copy of the model, and its share of the data. A step takes
+--batch-size samples of each: with four, 32 make a batch of 128. For several machines, and for long
+jobs, use ddp_torchrun.py: torchrun does the work of the main guard below.
 """
 
 import argparse
@@ -91,7 +91,7 @@ def load_snapshot(args, model, optimizer):
         return 0
     model.load_state_dict(snapshots[0]["model"])
     optimizer.load_state_dict(snapshots[0]["optimizer"])
-    for group in optimizer.param_groups:  # not with a scheduler, or with several groups
+    for group in optimizer.param_groups:  # delete these two lines if you use a scheduler
         group.update(lr=args.lr, momentum=args.momentum)  # this run's, not the snapshot's
     return snapshots[0]["epoch"]
 
@@ -126,9 +126,9 @@ def train(args, device):
         rate = sampler.total_size / (time.perf_counter() - start)
         if (epoch + 1) % args.save_every == 0 or epoch + 1 == args.total_epochs:
             save_snapshot(args, model.module, optimizer, epoch + 1)
-        for buffer in model.buffers():  # BatchNorm's statistics differ: take rank 0's
+        for buffer in model.buffers():  # BatchNorm's differ after the last step: take rank 0's
             dist.broadcast(buffer, src=0)
-        sums = evaluate(model.module, val_loader, device)  # not through DDP: shards may differ
+        sums = evaluate(model.module, val_loader, device)  # through DDP, uneven shards may hang
         dist.all_reduce(sums)
         val_loss, correct = sums.tolist()
         if rank == 0:
@@ -138,7 +138,7 @@ def train(args, device):
 
 
 def main(rank, args):
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # torch sends it if the parent dies
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent that dies sends it
     device = ddp_setup(rank, args)
     train(args, device)  # frees its DDP object on return, before the group ends
     dist.destroy_process_group()
@@ -179,12 +179,12 @@ if __name__ == "__main__":
     line = f"total_epochs: {args.total_epochs}, save_every: {args.save_every}"
     print(f"{line}, batch_size: {args.batch_size}", flush=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: the processes share the cores
-    with socket.socket() as free:  # finds a port that is not in use
+    with socket.socket() as free:  # port 0: the system picks a free one
         free.bind(("127.0.0.1", 0))
         args.init_method = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM does what Ctrl-C does
     try:
-        mp.spawn(main, args=(args,), nprocs=args.nproc_per_node)
+        mp.spawn(main, args=(args,), nprocs=args.nproc_per_node)  # calls main(rank, args) in each
     finally:
         for process in mp.active_children():  # otherwise they would go on training
             process.kill()

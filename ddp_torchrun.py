@@ -90,7 +90,7 @@ def load_snapshot(args, model, optimizer):
         return 0
     model.load_state_dict(snapshots[0]["model"])
     optimizer.load_state_dict(snapshots[0]["optimizer"])
-    for group in optimizer.param_groups:  # not with a scheduler, or with several groups
+    for group in optimizer.param_groups:  # delete these two lines if you use a scheduler
         group.update(lr=args.lr, momentum=args.momentum)  # this run's, not the snapshot's
     return snapshots[0]["epoch"]
 
@@ -128,9 +128,9 @@ def train(args, device):
         rate = sampler.total_size / (time.perf_counter() - start)
         if (epoch + 1) % args.save_every == 0 or epoch + 1 == args.total_epochs:
             save_snapshot(args, model.module, optimizer, epoch + 1)
-        for buffer in model.buffers():  # BatchNorm's statistics differ: take rank 0's
+        for buffer in model.buffers():  # BatchNorm's differ after the last step: take rank 0's
             dist.broadcast(buffer, src=0)
-        sums = evaluate(model.module, val_loader, device)  # not through DDP: shards may differ
+        sums = evaluate(model.module, val_loader, device)  # through DDP, uneven shards may hang
         dist.all_reduce(sums)
         val_loss, correct = sums.tolist()
         if rank == 0:
