@@ -114,26 +114,25 @@ def test_one_bad_batch_of_one_rank_ends_all(tmp_path, fashion):
     assert load(tmp_path / "checkpoint.pt")["epoch"] == 1
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_rank_0_alone_reads_and_writes_and_all_load_what_it_has_read(do, monkeypatch, rank):
+@pytest.mark.parametrize(("rank", "resume"), [(0, True), (1, False), (1, True)])
+def test_rank_0_alone_reads_and_writes_and_all_load_what_it_has_read(do, monkeypatch, rank, resume):
     """Whatever lies on the disks of other machines, and whether or not these have --resume."""
-    job = do(SPAWN, 2, *MLP)
-    rank_0s = load(Path("checkpoint.pt"))
-    Path("checkpoint.pt").rename("saved.pt")
-    sent, job.args.resume = [], rank == 0
-    job.args.snapshot_path = "saved.pt" if rank == 0 else "checkpoint.pt"
+    job, own, sent = do(SPAWN, 2, *MLP), Path("checkpoint.pt"), []
+    rank_0s = load(own)
+    if rank == 1:
+        own.write_text("another run's")
 
     def broadcast(snapshots: list) -> None:
-        sent.append(snapshots[0])
+        sent.append(snapshots[0] and snapshots[0]["epoch"])
         snapshots[:] = [rank_0s | {"epoch": 7}]
 
     monkeypatch.setattr(dist, "get_rank", lambda: rank)
     monkeypatch.setattr(dist, "broadcast_object_list", broadcast)
-    model = type(job.model)()
+    job.args.resume, model = resume, type(job.model)()
     optimizer = torch.optim.SGD(model.parameters(), 0.01, 0.9)
     assert job.module.load_snapshot(job.args, model, optimizer) == 7
-    assert [snapshot and snapshot["epoch"] for snapshot in sent] == [None if rank else 2]
+    assert sent == [None if rank else 2]
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, rank_0s["model"][name])
     job.module.save_snapshot(job.args, model, optimizer, 8)
-    assert Path(job.args.snapshot_path).exists() is (rank == 0)
+    assert rank == 0 or own.read_text() == "another run's"

@@ -5,10 +5,9 @@ joins them, and nothing else is reachable. Files, processes, CPUs and the clock 
 """
 
 import contextlib
+import itertools
 import os
-import re
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 
 NETNS = Path("/etc/netns")  # `ip netns exec NAME` mounts the files in NAME/ over those in /etc
+numbers = itertools.count(1)
 
 
 def requirements() -> str | None:
@@ -47,13 +47,11 @@ def run(*argv: object) -> str:
 
 
 class Hosts(contextlib.AbstractContextManager):
-    """`count` hosts on one bridge: ladder<number>n1 with 10.77.<number>.1, and so on."""
+    """`count` hosts on one bridge, which no other group reaches: 10.77.0.1, and so on."""
 
     def __init__(self, count: int = 2) -> None:
-        self.count = count
-        self.number, self._claim = self._claimed()
-        self._remove()  # what a run that was killed left under this number
-        bridge = f"ladder{self.number}bridge"
+        self.count, self.group = count, f"ladder{os.getpid()}-{next(numbers)}"
+        bridge = self.name(-1)
         run("ip", "netns", "add", bridge)
         run("ip", "-n", bridge, "link", "add", "br0", "up", "type", "bridge")
         for host in range(count):
@@ -66,28 +64,15 @@ class Hosts(contextlib.AbstractContextManager):
             run("ip", "-n", name, "link", "set", "eth0", "up")
             lines = ["127.0.0.1 localhost", "::1 localhost"]
             lines += [f"{self.address(other)} {self.name(other)}" for other in range(count)]
-            (NETNS / name).mkdir(parents=True, exist_ok=True)
+            (NETNS / name).mkdir(parents=True)
             (NETNS / name / "hosts").write_text("\n".join(lines) + "\n")
 
-    @staticmethod
-    def _claimed() -> tuple[int, socket.socket]:
-        """A number that no other process has: an abstract socket ends with its process."""
-        for number in range(1, 255):
-            claim = socket.socket(socket.AF_UNIX)
-            try:
-                claim.bind(f"\0ladder-hosts-{number}")
-            except OSError:
-                claim.close()
-            else:
-                return number, claim
-        raise RuntimeError("254 groups of hosts are in use")
-
     def name(self, host: int) -> str:
-        """The host's name, which is its namespace's too."""
-        return f"ladder{self.number}n{host + 1}"
+        """The host's name, which is its namespace's too. That of the bridge ends with n0."""
+        return f"{self.group}n{host + 1}"
 
     def address(self, host: int) -> str:
-        return f"10.77.{self.number}.{host + 1}"
+        return f"10.77.0.{host + 1}"
 
     def command(
         self, host: int, argv: Iterable[object], env: Mapping[str, object] | None = None
@@ -105,12 +90,7 @@ class Hosts(contextlib.AbstractContextManager):
 
     def __exit__(self, *error: object) -> None:
         """Kill what still runs on the hosts, and remove them."""
-        self._remove()
-        self._claim.close()
-
-    def _remove(self) -> None:
-        ours = re.compile(rf"^ladder{self.number}(?:n\d+|bridge)\b", re.M)
-        for name in ours.findall(run("ip", "netns", "list")):
+        for name in map(self.name, range(-1, self.count)):
             while pids := run("ip", "netns", "pids", name).split():
                 subprocess.run(["kill", "-KILL", *pids], stderr=subprocess.DEVNULL)
             run("ip", "netns", "del", name)

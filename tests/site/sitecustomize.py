@@ -5,7 +5,7 @@ LADDER_DTYPE=float64     torch's default dtype
 LADDER_RAISE=rank:step   cross_entropy raises in that rank at that call
 LADDER_CPU=1             no accelerator is found, whatever the machine has (but in GPU tests)
 LADDER_SLOW=rank[:s]     this rank sleeps for s or 0.3 seconds after every step of the optimizer
-LADDER_TWIN=count        one GPU stands for so many, for a rank each, with NCCL over sockets: slow
+LADDER_TWIN=1            torchrun's ranks share the first GPU, with NCCL over sockets: slow
 """
 
 import os
@@ -59,28 +59,6 @@ if hooks and not any("resource_tracker" in word for word in sys.orig_argv):
 
         register_optimizer_step_post_hook(sleep)
 
-    if "TWIN" in hooks:
-        device, set_device, set_index = (
-            torch.device,
-            torch.cuda.set_device,
-            torch.accelerator.set_device_index,
-        )
-
-        class Twins(type):
-            def __instancecheck__(cls, thing: object) -> bool:
-                return isinstance(thing, device)
-
-            def __call__(cls, *args: object, **more: object) -> torch.device:
-                made = device(*args, **more)
-                if made.index is None:
-                    return made
-                torch.device = device  # torch.compile looks at the type
-                del os.environ["LADDER_TWIN"]  # of the processes that this one starts
-                # NCCL refuses two ranks on one GPU of a host, so each rank is a host of its own.
-                os.environ.update(NCCL_HOSTID=f"host{made.index}", LOCAL_RANK="0")
-                return device(made.type, 0)
-
-        torch.device = Twins("device", (), {})
-        torch.cuda.device_count = torch.accelerator.device_count = lambda: int(hooks["TWIN"])
-        torch.cuda.set_device = lambda _: set_device(0)
-        torch.accelerator.set_device_index = lambda _: set_index(0)
+    if "TWIN" in hooks and "RANK" in os.environ:
+        # NCCL refuses two ranks on one GPU of a host, so each rank is a host of its own.
+        os.environ.update(NCCL_HOSTID=f"host{os.environ['RANK']}", LOCAL_RANK="0")
