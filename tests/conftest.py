@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import tempfile
-import uuid
 from types import SimpleNamespace
 
 import pytest
@@ -70,10 +69,7 @@ def start(tmp_path):
 def run(start):
     """run(launch, *arguments, status=0, **environment) -> output."""
 
-    def run(launch: str, *arguments: object, status: int = 0, **env: object) -> str:
-        return start(launch, *arguments, **env).finish(status)
-
-    return run
+    return lambda launch, *words, status=0, **env: start(launch, *words, **env).finish(status)
 
 
 @pytest.fixture
@@ -83,12 +79,9 @@ def parse(tmp_path, monkeypatch):
     In the tests' own process, whose environment is that of torchrun's only rank.
     """
     monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "LOCAL_RANK"):
-        monkeypatch.setenv(name, "0")
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "1")
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setenv("MASTER_PORT", "0")
+    env = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in (env | {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}).items():
+        monkeypatch.setenv(name, value)
 
     def parse(script: str, *arguments: object) -> tuple:
         monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
@@ -114,7 +107,7 @@ def refuse(parse, capsys):
 
 
 @pytest.fixture
-def do(parse, monkeypatch, capsys, tmp_path):
+def do(parse, capsys):
     """do(script, *arguments) -> what its main() did, in the tests' process, which is its only rank.
 
     It trains 40 digits, with 10 to validate, in place of the data sets of common/. `text` is what
@@ -122,17 +115,16 @@ def do(parse, monkeypatch, capsys, tmp_path):
     train_epoch(). To change what it does, patch the script's module first: do.module(script).
     Loaders' workers come from the fork server: quicker than spawned ones, and safe beside threads.
     """
-    data_parallel = sys.modules["torch.nn.parallel.data_parallel"]
-    monkeypatch.setattr(data_parallel, "_get_available_device_type", lambda: None)
     destroy = dist.destroy_process_group  # a test may have its own
 
     def do(script: str, *arguments: object) -> SimpleNamespace:
         if "--num-workers" in arguments:
             start_server()
         module, args = parse(script, *arguments)
+        build_model, train_epoch, loader = (
+            getattr(module, name) for name in ("build_model", "train_epoch", "DataLoader")
+        )
         do.job = job = SimpleNamespace(module=module, args=args, passes=[], model=None)
-        build_model, train_epoch = module.build_model, module.train_epoch
-        loader = module.DataLoader
 
         def build(*given: object) -> torch.nn.Module:
             job.model = build_model(*given)
@@ -156,8 +148,7 @@ def do(parse, monkeypatch, capsys, tmp_path):
             patch.setattr(module, "DataLoader", make_loader)
             try:
                 if script == "ddp_spawn.py":
-                    args.nproc_per_node = 1  # and this process is it
-                    args.init_method = f"file://{tmp_path}/output-{uuid.uuid4().hex}"
+                    args.nproc_per_node, args.init_method = 1, "env://"
                     module.main(0, args)
                 else:  # without torchrun's @record, which takes over how this process crashes
                     getattr(module.main, "__wrapped__", module.main)(args)
@@ -175,8 +166,6 @@ def do(parse, monkeypatch, capsys, tmp_path):
 def fashion(tmp_path):
     """fashion(train, test) -> the arguments that train on generated files of these sizes."""
 
-    def fashion(train: int, test: int) -> tuple[str, ...]:
-        folder = idx_files(tmp_path / "fashion", train, test)
-        return ("--dataset", "fashion-mnist", "--data-dir", str(folder))
-
-    return fashion
+    folder = tmp_path / "fashion"
+    options = ("--dataset", "fashion-mnist", "--data-dir")
+    return lambda train, test: (*options, str(idx_files(folder, train, test)))

@@ -23,7 +23,6 @@ MUTANTS = {
         (SPAWN, "model = DDP(model)", BARE),
         (SPAWN, "sampler=sampler", "shuffle=True"),
         (SPAWN, "range(rank, len(val_set), world_size)", "range(len(val_set))"),
-        (SPAWN, "DistributedSampler(train_set, seed=args.seed)", "DistributedSampler(train_set)"),
         (SPAWN, "dist.all_reduce(loss_sum)", "pass"),
         (SPAWN, "dist.all_reduce(sums)", "pass"),
     ],
@@ -34,6 +33,7 @@ MUTANTS = {
         (TORCHRUN, f"disable=hidden):\n        {COPY}", "disable=hidden):\n        pass"),
         (TORCHRUN, f"in loader:\n        {COPY}", "in loader:\n        inputs = inputs.to(device)"),
         (SINGLE, 'torch.set_float32_matmul_precision("high")', "pass"),
+        (SINGLE, "import torch\n", "import torch\n"),  # no mutant: the test must pass
     ],
     "test_steps.py::test_workers_persist": [
         (SPAWN, "= args.num_workers > 0", "= False"),
@@ -41,13 +41,10 @@ MUTANTS = {
     "test_steps.py::test_each_epoch_has_its_order_and_its_random_numbers": [
         (SPAWN, "sampler.set_epoch(epoch)", "pass"),
         (SPAWN, "set_seed(args.seed, rank, epoch)", "pass"),
-        (SINGLE, "set_seed(args.seed, epoch)", "pass"),
-        (SINGLE, "set_seed(args.seed)", "pass"),
     ],
     "test_steps.py::test_the_sums_of_an_epoch_and_the_modes_of_the_model": [
         (SINGLE, "model.eval()", "pass"),
         (SINGLE, "model.train()", "pass"),
-        (SINGLE, "loss.detach() * len(targets)", "loss.detach() * 16"),
     ],
     "test_steps.py::test_evaluation_is_with_the_buffers_of_rank_0_and_not_through_ddp": [
         (TORCHRUN, "evaluate(model.module,", "evaluate(model,"),
@@ -55,7 +52,6 @@ MUTANTS = {
     ],
     "test_steps.py::test_ddp_is_freed_before_its_group_ends": [
         (TORCHRUN, "dist.destroy_process_group()", "pass"),
-        (NODES, "model = DDP(model)", "args.model = model = DDP(model)"),
     ],
     "test_options.py::test_memory_is_pinned_for_a_gpu": [
         (SPAWN, '"pin_memory": device.type == "cuda"', '"pin_memory": False'),
@@ -63,7 +59,6 @@ MUTANTS = {
     "test_options.py::test_each_process_gets_its_device": [
         (TORCHRUN, 'int(os.environ["LOCAL_RANK"])', 'int(os.environ["RANK"])'),
         (NODES, "args.rank % torch.cuda.device_count()", "0"),
-        (SPAWN, "torch.cuda.set_device(device)", "pass"),
     ],
     "test_snapshots.py::test_what_a_snapshot_holds": [
         (SPAWN, "save_snapshot(args, model.module,", "save_snapshot(args, model,"),
@@ -78,7 +73,6 @@ MUTANTS = {
         (NODES, "if args.rank == 0 and ", "if "),
     ],
     "test_snapshots.py::test_weights_that_are_nan_or_infinite_are_not_saved": [
-        (SPAWN, "weight.isfinite().all()", "True"),
         (SPAWN, "weight.isfinite().all()", "not weight.isnan().any()"),
     ],
     "test_snapshots.py::test_rank_0_alone_reads_and_writes_and_all_load_what_it_has_read": [
@@ -88,12 +82,10 @@ MUTANTS = {
     ],
     "test_resume.py::test_one_process_with_any_optimizer": [
         (SINGLE, "group.update(lr=args.lr, momentum=args.momentum)", "pass"),
-        (SPAWN, 'optimizer.load_state_dict(snapshots[0]["optimizer"])', "pass"),
         (SPAWN, 'return snapshots[0]["epoch"]', 'return snapshots[0]["epoch"] - 1'),
     ],
     "test_stopping.py::test_a_job_ends_at_once_and_keeps_its_last_snapshot[launch1-SIGTERM]": [
         (SPAWN, "signal.signal(signal.SIGTERM, signal.default_int_handler)", "pass"),
-        (SPAWN, "mp.spawn(main", "mp.spawn(main"),  # no mutant: the test must pass
     ],
     "test_stopping.py::test_ranks_end_with_a_parent_that_was_started_with_an_ampersand": [
         (SPAWN, "signal.signal(signal.SIGINT, signal.default_int_handler)", "pass"),

@@ -32,7 +32,7 @@ OPTIONS = [
     (("1 --snapshot-path a.pt", "1 --snapshot-path b.pt"), "files", (["a.pt"], ["b.pt"])),
     (("1", "2 --resume"), "epochs", (1, 1)),
 ]
-# These are in the tests below, in test_torchrun.py and in test_multinode.py.
+# These are in the tests below, in test_training.py and in test_multinode.py.
 OF_THE_START = {"--device", "--backend", "--nproc-per-node", "--init-method", "--rank"}
 OF_THE_START |= {"--world-size", "--local-rank"}
 

@@ -78,10 +78,11 @@ def test_a_stop_while_another_rank_hangs(start, fashion):
     job.finish(-2, seconds=25)
 
 
-def test_an_exception_of_any_rank_ends_all_with_its_traceback(run, fashion):
-    text = run(*SPAWN2, 9, *fashion(100, 10), status=1, LADDER_RAISE="1:5")
-    assert "-- Process 1 terminated with the following error:" in text
-    assert "in train_epoch" in text and "ArithmeticError: the test's own error" in text
+@pytest.mark.parametrize("launch", [SPAWN2, TWO])
+def test_an_exception_of_any_rank_ends_all_with_its_traceback(run, fashion, launch):
+    text = run(*launch, 9, *fashion(100, 10), status=1, LADDER_RAISE="1:5")
+    report = text.split("Root Cause (first observed failure):" if launch is TWO else "-- Process 1")
+    assert "in train_epoch" in report[1] and "ArithmeticError: the test's own" in report[1], text
     assert "Epoch 3 " not in text
 
 

@@ -49,14 +49,9 @@ class Job:
         self.command = command
         command = [word.replace("file://new", f"file://{self.output}-store") for word in command]
         with self.output.open("wb") as out:
+            streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.STDOUT}
             self.process = subprocess.Popen(
-                command,
-                cwd=folder,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+                command, cwd=folder, env=env, start_new_session=True, **streams
             )
 
     @property
@@ -81,7 +76,7 @@ class Job:
         return sorted(found, key=lambda pid: (pid - self.process.pid) % 2**22)  # they start anew
 
     def workers(self) -> list[int]:
-        """The processes that mp.spawn or torchrun started, by rank."""
+        """The processes that mp.spawn or torchrun started, in this order."""
         ranks = []
         for pid in self.pids():
             with contextlib.suppress(OSError):
@@ -89,9 +84,8 @@ class Job:
                 parent = (process / "stat").read_text().rsplit(")", 1)[1].split()[1]
                 program = (process / "cmdline").read_bytes()
                 if parent == str(self.process.pid) and b"resource_tracker import" not in program:
-                    rank = re.search(rb"\0LOCAL_RANK=(\d+)", (process / "environ").read_bytes())
-                    ranks.append((int(rank[1]) if rank else 0, pid))
-        return [pid for _, pid in sorted(ranks, key=lambda found: found[0])]
+                    ranks.append(pid)
+        return ranks
 
     def finish(self, status: int | None = 0, seconds: float = 240) -> str:
         """The whole output, once the job has ended with `status` and left no process behind."""
