@@ -16,11 +16,10 @@ from helpers.hosts import require, requirements, run
 from helpers.jobs import SCRIPTS, SPAWN2, TORCHRUN, Job, command
 from helpers.ranks import train
 
-SINGLE, PARALLEL, SPAWN, ELASTIC, NODES = SCRIPTS
+SPAWN, ELASTIC, NODES = SCRIPTS[2:]
 SIGNALS = ("SIGKILL", "SIGTERM", "SIGINT")
-FAULTS = [*((name, "all") for name in SIGNALS), ("full", "disk")]
-OF_RANKS = [*FAULTS, *((name, "rank") for name in SIGNALS)]
-OF_PARENTS = [*OF_RANKS, *((name, "parent") for name in SIGNALS)]
+TARGETS = {SPAWN: ("all", "parent", "rank"), ELASTIC: ("all", "parent", "rank")}
+TARGETS[NODES] = ("all", "rank")
 # Two processes by hand, of which the shell waits for both.
 BY_HAND = '"$@" --rank 1 & "$@" --rank 0; wait'
 
@@ -62,9 +61,9 @@ def strike(job: Job, what: str, whom: str, draw: random.Random, disk: Path) -> N
 @pytest.mark.parametrize("seed", range(5, 5 + int(os.environ.get("FAULTS", 5))))
 def test_the_same_bytes_after_a_random_fault(disk, tmp_path, record_property, seed):
     draw, script = random.Random(seed), SCRIPTS[seed % len(SCRIPTS)]
-    processes = 1 if script in (SINGLE, PARALLEL) else 2
-    faults = {SPAWN: OF_PARENTS, ELASTIC: OF_PARENTS, NODES: OF_RANKS}.get(script, FAULTS)
-    (what, whom), epoch, seconds = draw.choice(faults), draw.randrange(-1, 4), draw.uniform(0, 1)
+    processes = 2 if script in TARGETS else 1
+    what, whom = draw.choice((*SIGNALS, "full")), draw.choice(TARGETS.get(script, ("all",)))
+    epoch, seconds = draw.randrange(-1, 4), draw.uniform(0, 1)
     if (what, whom) == ("SIGKILL", "parent") and (script == ELASTIC or epoch < 0):
         whom = "all"  # torchrun leaves its ranks then, and mp.spawn those that import torch
     if whom == "rank" and epoch < 0:

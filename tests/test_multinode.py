@@ -32,15 +32,14 @@ class Nodes(Hosts):
 
     def call(self, host: int, *arguments: object, method: str = "tcp", **env: object) -> Job:
         """multinode.py, on the host of this number."""
-        options = ("--rank", host, "--world-size", self.count)
+        options = ("--rank", host, "--world-size", self.count, "--init-method")
         if method == "env":
-            env |= {"MASTER_ADDR": self.address(0), "MASTER_PORT": 22225}
-            env |= {"RANK": host, "WORLD_SIZE": self.count}
-            options = ()
+            options, address = (), {"MASTER_ADDR": self.address(0), "MASTER_PORT": 22225}
+            env |= {**address, "RANK": host, "WORLD_SIZE": self.count}
         elif method == "file":
-            options += ("--init-method", f"file://{self.folder}/shared")
+            options += (f"file://{self.folder}/shared",)
         else:
-            options += ("--init-method", f"tcp://{self.address(0)}:22225")
+            options += (f"tcp://{self.address(0)}:22225",)
         return self.start(host, "multinode.py", *options, *arguments, **env)
 
 
