@@ -225,29 +225,39 @@ def class_weights(rank, wrong):
     print(f"gradient {module.weight.grad[0].item():.3f}, in one process {alone:.3f}")
 
 
-def find_partners(views, partners):
-    """InfoNCE: each view finds its own partner among all of them."""
-    return F.cross_entropy(views @ partners.T, torch.arange(len(views)))
+class Temperature(nn.Module):
+    """A loss that learns."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, output, target):
+        return (self.scale * output - target).square().mean()
 
 
-def negatives(rank, wrong):
-    pairs = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0))
-    module = nn.Linear(3, 3, bias=False)
-    nn.init.eye_(module.weight)
-    find_partners(*module(pairs)).backward()
-    alone = module.weight.grad[0, 0].item()
-    module.zero_grad()
-    model = DDP(module)
-    pairs = model(pairs[:, 2 * rank :][:, :2])  # two samples a rank
+class WithLoss(nn.Module):
+    def __init__(self, net, criterion):
+        super().__init__()
+        self.net, self.criterion = net, criterion
+
+    def forward(self, inputs, target):
+        return self.criterion(self.net(inputs), target)
+
+
+def loss_weights(rank, wrong):
+    inputs, target = torch.ones(1, 1), [2.0, 4.0][rank]
+    net, criterion = nn.Linear(1, 1, bias=False), Temperature()
+    nn.init.ones_(net.weight)
     if wrong:
-        loss = find_partners(*pairs)
+        model = DDP(net)
+        loss = criterion(model(inputs), target)
     else:
-        shares = [torch.empty_like(pairs) for _ in range(dist.get_world_size())]
-        dist.all_gather(shares, pairs.detach())
-        shares[rank] = pairs  # with its gradient
-        loss = find_partners(*torch.cat(shares, dim=1)) * dist.get_world_size()
+        model = DDP(WithLoss(net, criterion))  # its forward returns criterion(net(inputs), target)
+        loss = model(inputs, target)
     loss.backward()
-    print(f"gradient {module.weight.grad[0, 0].item():.3f}, in one process {alone:.3f}")
+    gradients = [parameter.grad.item() for parameter in (net.weight, criterion.scale)]
+    print(f"gradient of the net {gradients[0]}, of the loss {gradients[1]}")
 
 
 def unused(rank, wrong):
@@ -321,7 +331,7 @@ def local_rank(rank, wrong):
         index = dist.get_rank()
     else:
         index = int(os.environ["LOCAL_RANK"])
-    # As torch.accelerator.set_device_index does on a node with two GPUs.
+    # As torch.cuda.set_device does on a machine with two GPUs.
     print(f"device {index}" if index < 2 else "invalid device ordinal")
 
 
