@@ -316,16 +316,6 @@ def wrapper(rank, wrong):
         print("outputs", len(output))
 
 
-def statistics(rank, wrong):
-    model = DDP(nn.BatchNorm1d(1))
-    model(torch.full((2, 1), rank + 1.0))  # in training mode, so it changes the running mean
-    if not wrong:
-        for buffer in model.buffers():
-            dist.broadcast(buffer, src=0)
-    model.eval()
-    print(f"running mean {model.module.running_mean.item():.1f}")
-
-
 def local_rank(rank, wrong):
     if wrong:
         index = dist.get_rank()
