@@ -133,10 +133,9 @@ def test_links_lead_somewhere(page):
 def test_the_messages_of_the_scripts_are_in_the_tables_of_errors():
     pages = [(ROOT / f"docs/{name}.md").read_text() for name in ("errors", "multinode")]
     code = "".join((ROOT / script).read_text() for script in (*SCRIPTS, LONG_RUN))
-    for message in (
-        "exists: continue with --resume|start it with torchrun|give --rank and --world-size|"
-        "weights are NaN or infinite|a restart may hang|was made with|train_size|on rank 0, and"
-    ).split("|"):
+    messages = """exists: continue with --resume|start it with torchrun|train_size|on rank 0, and|
+    give --rank and --world-size|weights are NaN or infinite|restarts need --resume|was made with"""
+    for message in messages.replace("\n    ", "").split("|"):
         quoted = message.partition(": ")[0]
         assert message in code and quoted in "".join(pages), message
 

@@ -12,7 +12,9 @@ from helpers.files import load, patched
 from helpers.jobs import ROOT
 
 PAGE = (ROOT / "docs" / "your_loop.md").read_text()
-(FIRST,) = re.findall(r"```python train.py\n(.*?)```", PAGE, re.S)
+FIRST, COMPARE = (
+    re.search(rf"```python {name}.py\n(.*?)```", PAGE, re.S)[1] for name in ("train", "compare")
+)
 *STEPS, TARGETS = re.findall(r"```diff\n(.*?)```", PAGE, re.S)
 PROGRAMS = [*accumulate(STEPS, patched, initial=FIRST)]
 same = partial(torch.testing.assert_close, rtol=0, atol=1e-12)  # two state_dicts
@@ -35,8 +37,10 @@ def one(tmp_path_factory):
 @pytest.mark.numbers
 def test_the_first_program_prints_what_the_page_says(tmp_path):
     printed = train(tmp_path, FIRST, dtype="float32")
-    for ours, shown in zip(printed, re.findall(f"{LINE}\n", PAGE), strict=True):
-        assert ours[0] == shown[0] and abs(int(ours[1]) - int(shown[1])) <= 3  # rounding differs
+    shown = re.findall(f"`{LINE}`", PAGE)
+    assert len(printed) == 5 and len(shown) == 2
+    for ours, said in zip((printed[0], printed[-1]), shown, strict=True):
+        assert ours[0] == said[0] and abs(int(ours[1]) - int(said[1])) <= 3  # rounding differs
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 4])
@@ -71,3 +75,24 @@ def test_a_loss_over_some_targets(tmp_path):
     expected = load(tmp_path / "model.pt")
     train(tmp_path, patched(PROGRAMS[5], TARGETS), 2)
     same(load(tmp_path / "snapshot.pt")["model"], expected)
+
+
+BATCHNORM = {"nn.ReLU()": "nn.BatchNorm1d(64), nn.ReLU()"}
+EVAL = {"model.train()": "model.train(); model.module[1].eval()"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "rounding"), [({}, True), (BATCHNORM, False), (BATCHNORM | EVAL, True)]
+)
+def test_what_compare_prints(tmp_path, monkeypatch, capsys, changes, rounding):
+    """Of one process and two, with BatchNorm, and with BatchNorm in eval mode."""
+    program = PROGRAMS[5]
+    for old, new in changes.items():
+        assert program.count(old) == 1
+        program = program.replace(old, new)
+    for processes in (1, 2):
+        train(tmp_path, program, processes)
+        (tmp_path / "snapshot.pt").rename(tmp_path / f"{processes}.pt")
+    monkeypatch.setattr("sys.argv", ["compare.py", tmp_path / "1.pt", tmp_path / "2.pt"])
+    exec(COMPARE, {})
+    assert (float(capsys.readouterr().out) < 1e-10) is rounding
