@@ -191,19 +191,6 @@ def accumulate(rank, wrong):
     print("gradients", ", ".join(updates))
 
 
-def sweep(rank, wrong):
-    lr = 0.1 if rank == 0 else 0.01  # the sweep has told only rank 0
-    if not wrong:
-        values = [lr]
-        dist.broadcast_object_list(values, src=0)
-        lr = values[0]
-    model = DDP(nn.Linear(1, 1, bias=False))
-    nn.init.ones_(model.module.weight)
-    model(torch.ones(1, 1)).mean().backward()  # the gradient is 1
-    torch.optim.SGD(model.parameters(), lr).step()
-    print(f"weight {model.module.weight.item():.2f}")
-
-
 def class_weights(rank, wrong):
     weight = torch.tensor([1.0, 4.0])  # of the two classes
     targets = torch.tensor([0, 0, 0, 1, 0, 0, 0, 0])
