@@ -89,23 +89,15 @@ def draw(ranks: list[list[tuple[str, float, float]]], path: str) -> None:
     figure.savefig(path, metadata={"Date": None})
 
 
-class OneBatch(list):
-    """What train_epoch() takes for a loader."""
-
-    pin_memory, sampler = False, range(32)
-
-
 def trace(args: argparse.Namespace, path: str) -> None:
     device = ddp_torchrun.ddp_setup(args)
     dataset = make_digits(32 * STEPS, dist.get_rank())
-    model = DDP(resnet18(channels=1), gradient_as_bucket_view=True)
+    model = DDP(resnet18(channels=1))
     optimizer = torch.optim.SGD(model.parameters(), args.lr, args.momentum)
-    for group in optimizer.param_groups:
-        group["initial_lr"] = group["lr"]
     steps = []
     for first in range(0, len(dataset), 32):
-        loader = OneBatch([dataset.__getitems__(range(first, first + 32))])
-        given = (model, loader, optimizer, device, 0, args, {}, 0)
+        batches = dataset.__getitems__(range(first, first + 32))  # one of 32, as from a loader
+        given = (model, batches, optimizer, device)
         steps.append(traced(functools.partial(ddp_torchrun.train_epoch, *given)))
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, steps)
