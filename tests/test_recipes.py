@@ -1,17 +1,15 @@
 """docs/recipes.md: each change fits its program, and does what the page says of it."""
 
 import json
-import math
 import os
 import re
+import runpy
 import shutil
 import subprocess
-import sys
 import textwrap
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -32,7 +30,7 @@ PAGE = (ROOT / "docs" / "recipes.md").read_text()
 FILES = {path.stem: path.read_text() for path in ROOT.glob("recipes/*.diff")}
 RECIPES = {**FILES, **dict(re.findall(r"```diff (\w+)\n(.*?)```", PAGE, re.S))}
 MLP = ("--model", "mlp", "--lr", 0.1)
-SMALL = (*MLP, "--batch-size", 8)  # do() then takes five steps an epoch
+SMALL = (*MLP, "--batch-size", 8)
 KEEP = """@@ the snapshot of the first epoch stays under another name
      os.replace(f"{args.snapshot_path}.tmp", args.snapshot_path)  # all or nothing, if it is killed
 +    if epochs == 1:
@@ -103,12 +101,11 @@ LEARNED = own("""class YourLoss(torch.nn.Linear):
 
 
 @pytest.fixture
-def recipe(tmp_path, monkeypatch):
+def recipe(tmp_path):
     """recipe(names, *hunks, script, edit) -> the path of a script with these recipes and hunks.
 
-    `edit` changes the recipes' text first. do() then runs this script.
+    `edit` changes the recipes' text first.
     """
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
     def recipe(names: str, *hunks: str, script: str = SCRIPT, edit=str) -> Path:
         path = tmp_path / f"script{len([*tmp_path.glob('script*')])}" / Path(script).name
@@ -120,9 +117,6 @@ def recipe(tmp_path, monkeypatch):
                 subprocess.run(git, input=diff, cwd=path.parent, text=True, check=True)
             else:
                 path.write_text(patched(path.read_text(), diff))
-        monkeypatch.syspath_prepend(path.parent)
-        monkeypatch.setitem(sys.modules, path.stem, ModuleType("forgotten after the test"))
-        del sys.modules[path.stem]
         return path
 
     return recipe
@@ -216,10 +210,7 @@ def test_the_weights_are_those_of_one_process(resumed, name, hunks, options, pat
     assert re.search(pattern, text), text
 
 
-# --- data ---------------------------------------------------------------------------------------
-
-
-def test_images_from_disk_and_pretrained_weights(recipe, do, tmp_path):
+def test_images_from_disk_and_pretrained_weights(recipe, tmp_path):
     """For training also flipped and cropped."""
     for name in ("red", "lime", "blue"):
         photo = Image.new("RGB", (30, 24), name)
@@ -236,17 +227,18 @@ def test_images_from_disk_and_pretrained_weights(recipe, do, tmp_path):
     model = load(tmp_path / "checkpoint.pt")["model"]
     assert torch.equal(model["layer4.1.conv2.weight"], weights["layer4.1.conv2.weight"])
     assert model["fc.weight"].shape == (3, 512)
-    sets = do.module(SCRIPT).load_photos(tmp_path / "photos")
+    sets = runpy.run_path(path)["load_photos"](tmp_path / "photos")
     for photos, random in zip(sets, (True, False), strict=True):
         seen = {photos[0][0].sum().item() for _ in range(20)}
         assert photos[0][0].shape == (3, 32, 32) and (len(seen) > 1) == random
 
 
-def test_rare_classes_are_drawn_as_often_as_others(resumed, do):
+def test_rare_classes_are_drawn_as_often_as_others(resumed, recipe):
     resumed("rare", DIGITS)
     data = make_digits(1001, 0)
     data.targets = (data.targets == 0).long()  # 101 of 1,001
-    first, second = (list(do.module(SCRIPT).Balanced(data, 2, rank, seed=7)) for rank in range(2))
+    sampler = runpy.run_path(recipe("rare"))["Balanced"]
+    first, second = (list(sampler(data, 2, rank, seed=7)) for rank in range(2))
     assert len(first) == len(second) == 501 and first != second
     assert 450 < data.targets[first + second].sum() < 550
 
@@ -273,10 +265,7 @@ def test_a_stream_trains_on_each_sample_once(tmp_path):
     torch.testing.assert_close(load(tmp_path / "model.pt"), model.state_dict(), rtol=0, atol=1e-4)
 
 
-# --- models, losses and metrics -----------------------------------------------------------------
-
-
-def test_gpt_learns_to_continue_a_text_and_does_not_look_ahead(resumed, recipe, do, tmp_path):
+def test_gpt_learns_to_continue_a_text_and_does_not_look_ahead(resumed, recipe, tmp_path):
     """Rounding errors grow in AdamW, which divides by the root of small squares."""
     text = "How much wood would a woodchuck chuck? " * 88  # of 64 bytes 48 blocks to learn, and 5
     (tmp_path / "input.txt").write_text(text)
@@ -284,9 +273,10 @@ def test_gpt_learns_to_continue_a_text_and_does_not_look_ahead(resumed, recipe, 
     given = ("--data-dir", ".", "--lr", 0.01)
     resumed("gpt", edit=tiny, arguments=given, tolerance=1e-10)
     options = (30, 30, *given, "--batch-size", 4, "--snapshot-path", "learned.pt")
-    printed = train(tmp_path, recipe("gpt", edit=tiny), 2, *options)
+    path = recipe("gpt", edit=tiny)
+    printed = train(tmp_path, path, 2, *options)
     assert 80 < epochs(printed)[-1]["accuracy"] <= 100 and printed.count(" wood") > 5
-    model = do.module(SCRIPT).GPT(64, 16, 2, 2).eval()
+    model = runpy.run_path(path)["GPT"](64, 16, 2, 2).eval()
     model.load_state_dict(load(tmp_path / "learned.pt")["model"])
     block = torch.tensor([list(text[:64].encode())])
     changed = block.clone()
@@ -296,12 +286,13 @@ def test_gpt_learns_to_continue_a_text_and_does_not_look_ahead(resumed, recipe, 
     assert equal.tolist() == 40 * [True] + 24 * [False]
 
 
-def test_ignored_targets_and_metrics_of_a_confusion_matrix(resumed, do):
+def test_ignored_targets_and_metrics_of_a_confusion_matrix(resumed, recipe):
     """What is printed is what one process finds by hand."""
     snapshot, text = resumed("padded confusion", DIGITS, MASKS, arguments=("--lr", 0.1))
     model = nn.Conv2d(1, 10, 3, padding=1).double()
     model.load_state_dict(snapshot["model"])
-    images, masks = zip(*do.module(SCRIPT).masks(10, 1), strict=True)
+    data = runpy.run_path(recipe("", DIGITS, MASKS))["masks"](10, 1)
+    images, masks = zip(*data, strict=True)
     outputs, masks = model(torch.stack(images).double()), torch.stack(masks)
     last, loss = epochs(text)[-1], F.cross_entropy(outputs, masks).item()
     found, right = outputs.argmax(dim=1)[masks != -100], masks[masks != -100]
@@ -331,29 +322,28 @@ def test_predictions_come_once_and_in_order(resumed, recipe, tmp_path):
     assert file.read_text() == expected
 
 
-# --- optimizers and snapshots -------------------------------------------------------------------
+LOSSES = """@@ a NaN is no improvement
+         val_loss, correct = sums.tolist()
++        val_loss = (3, 2, 2.5, 2, 1, 1, float("nan"), 4, 0)[epoch]
+"""
 
 
-def test_the_best_snapshot_is_kept_and_early_stopping_counts_on(recipe, do, monkeypatch):
-    """In a resumed run. A NaN is no improvement, and what has stopped stays stopped."""
+def test_the_best_snapshot_is_kept_and_early_stopping_counts_on(recipe, tmp_path):
+    """In a resumed run, too. The fifth epoch is the best, and what has stopped stays stopped."""
+    path = recipe("best early", DIGITS, LOSSES)
 
-    def passes(total: int, first: int, path: str = "checkpoint.pt") -> int:
-        recipe("best early")
-        losses = [3, 2, 2.5, 2, 1, 1, math.nan, 4][first:]  # the last three are no better
-        values = iter([torch.tensor([10.0 * loss, 5.0]) for loss in losses])
-        monkeypatch.setattr(do.module(SCRIPT), "evaluate", lambda *_: next(values))
-        job = do(SCRIPT, total, 9, *SMALL, "--resume", "--snapshot-path", path)
-        return len(job.passes)
+    def passes(total: int, name: str = "checkpoint.pt") -> int:
+        given = (total, 9, *SMALL, "--resume", "--snapshot-path", name)
+        return len(epochs(train(tmp_path, path, 2, *given)))
 
-    assert [passes(5, 0, "whole.pt"), passes(9, 5, "whole.pt")] == [5, 3]
-    first = load(Path("whole.pt.best"))
-    assert [passes(7, 0), passes(9, 7), passes(9, 8)] == [7, 1, 0]
-    whole, resumed = load(Path("whole.pt")), load(Path("checkpoint.pt"))
+    assert [passes(5, "whole.pt"), passes(9, "whole.pt")] == [5, 3]
+    assert [passes(7), passes(9), passes(9)] == [7, 1, 0]
+    names = ("whole.pt", "checkpoint.pt", "whole.pt.best", "checkpoint.pt.best")
+    whole, resumed, first, best = (load(tmp_path / name) for name in names)
     assert whole["epoch"] == resumed["epoch"] == 8 and same_bytes(resumed, whole)
-    best = load(Path("checkpoint.pt.best"))
     assert best["epoch"] == 5 and same_bytes(best, first) and not same_bytes(best, whole)
-    Path("checkpoint.pt").unlink()
-    assert passes(1, 0) == 1 and load(Path("checkpoint.pt.best"))["epoch"] == 1  # of this run
+    (tmp_path / "checkpoint.pt").unlink()
+    assert passes(1) == 1 and load(tmp_path / "checkpoint.pt.best")["epoch"] == 1  # of this run
 
 
 WORSE = """@@ the second epoch is worse than the first
@@ -382,17 +372,12 @@ def test_deterministic_kernels_are_chosen_before_the_process_group(recipe, tmp_p
     assert train(tmp_path, path, 2, 1).count("seen True :4096:8\n") == 2
 
 
-def test_inference(do, capsys):
-    job = do(SCRIPT, 1, *SMALL)
+def test_inference(tmp_path, monkeypatch, capsys):
+    text = train(tmp_path, SCRIPT, 1, 1, "--model", "mlp")
     (classify,) = re.findall(r"```python classify.py\n(.*?)```", PAGE, re.S)
-    names = {}
-    exec(classify, names)
-    ((images, targets),) = names["samples"].__getitems__(range(2000))
-    right = (job.model.eval()(images).argmax(1) == targets).sum()
-    assert capsys.readouterr().out == f"{right} of 2000\n"
-
-
-# --- watching and speed -------------------------------------------------------------------------
+    monkeypatch.chdir(tmp_path)
+    exec(classify, {})
+    assert capsys.readouterr().out == f"{epochs(text)[0]['correct']:.0f} of 2000\n"
 
 
 def test_rank_0_shows_each_epoch_once_and_each_rank_has_a_profile_of_two_steps(recipe, tmp_path):
@@ -427,27 +412,25 @@ def test_a_debugger_in_one_rank(recipe, tmp_path):
     assert "(Pdb) 5555\n" in done.stdout and "Epoch 0 | Train loss" in done.stdout, done
 
 
-def test_the_layout_of_channels_last_and_checkpointing_change_no_weights(recipe, do, monkeypatch):
+LAYOUT = own("""forward = torch.nn.Conv2d.forward
+def look(layer, inputs):
+    output = forward(layer, inputs)
+    print("conv", output.is_contiguous(memory_format=torch.channels_last))
+    return output
+torch.nn.Conv2d.forward = look
+""")
+
+
+def test_the_layout_of_channels_last_and_checkpointing_change_no_weights(recipe, tmp_path):
     """Dropout draws the same units when it is computed again."""
-    forward, found = nn.Conv2d.forward, []
-
-    def look(layer: nn.Conv2d, inputs: torch.Tensor) -> torch.Tensor:
-        output = forward(layer, inputs)
-        found.append(output.is_contiguous(memory_format=torch.channels_last))
-        return output
-
-    monkeypatch.setattr(nn.Conv2d, "forward", look)
     for name, per_step, layout in (("", 2, False), ("checkpointing", 4, False), ("fast", 2, True)):
-        recipe(name)
-        job = do(SCRIPT, 1, "--batch-size", 8, "--snapshot-path", f"{name}.pt")
-        assert found == [layout] * (5 * per_step + 2 * 2)
-        found.clear()
-    assert job.passes[0][2].defaults["fused"]
-    assert same_bytes(load(Path("checkpointing.pt")), load(Path(".pt")))
-    assert difference(load(Path("fast.pt")), load(Path(".pt"))) < 1e-4
+        options = (1, "--batch-size", 8, "--snapshot-path", f"{name}.pt")
+        text = train(tmp_path, recipe(name, DIGITS, LAYOUT), 2, *options)
+        assert text.count("conv ") == text.count(f"conv {layout}") == 2 * (5 * per_step + 2)
+    plain, again, fast = (load(tmp_path / f"{name}.pt") for name in ("", "checkpointing", "fast"))
+    assert same_bytes(again, plain) and difference(fast, plain) < 1e-4
+    assert fast["optimizer"]["param_groups"][0]["fused"]
 
-
-# --- a loop of one's own ------------------------------------------------------------------------
 
 REDUCED = "        dist.all_reduce(correct)"
 SENDS = """@@
