@@ -172,9 +172,10 @@ HALF_DONE = """@@ the lines that set this run's --lr are left
 """
 MIXED = see(8 * " " + LOSS, "*targets.shape, float(targets.sum()), bool(targets.max() < 1)")
 SCALE = see(12 * " " + LOSS, "scaler.get_scale(), model.module(inputs).dtype")
-HIDDEN = see(4 * " " + "first_epoch = load_snapshot(args, model, optimizer, muon)", "len(others)")
+TRAINED = see(8 * " " + "dist.all_reduce(loss_sum)", "len(others), len(muon.state)")
 TWO = NORM.replace("10), nn.BatchNorm1d(10)", "8), nn.Linear(8, 10)")
 AVERAGE = see("    model.eval()", "type(model).__name__, int(model.n_averaged)")
+NAMES = see("    model.eval()", "*[name for name, _ in model.named_parameters()]")
 SENT = see("    loss_sum = torch.zeros((), device=device)", "model.will_sync_module_buffers()")
 SINGLE = {"processes": 2, "dtype": "float32"}
 MUON = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9")
@@ -194,14 +195,21 @@ MUON = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before
             {"edit": NO_NOISE, "arguments": ("--lr", 0.001)},
         ),
         ("contrastive", [DIGITS], r"Epoch 1 \| Train loss: [12]\.\d+ \| ", {"edit": FLIPPED}),
-        ("criterion", [DIGITS, LEARNED], "Epoch 1 .*Accuracy", {}),
+        ("criterion", [DIGITS, LEARNED, NAMES], "seen .*criterion.weight", {}),
         ("schedule", [DIGITS, RATE], "seen 0.1\nE(.*\n)*seen 0.05\n", {}),
         ("schedule", [DIGITS, RATE, HALF_DONE], "seen 0.1\nE(.*\n)*seen 0.05\n", {}),
         ("mixup", [DIGITS, MIXED], "seen 8 10 8.0 True", SINGLE),
         ("ema", [DIGITS, NORM, AVERAGE], "seen Aver.* 10", {"edit": FASTER, "processes": 2}),
         ("fast", [DIGITS, NORM, SENT], "seen False", {"processes": 2}),
-        ("fp16", [DIGITS, SCALE], "seen 1024.0 torch.float16", {"edit": DOUBLED, **SINGLE}),
-        pytest.param("optimizers", [DIGITS, TWO, HIDDEN], "seen 3", {"processes": 2}, marks=MUON),
+        (
+            "fp16",
+            [DIGITS, SCALE],
+            r"seen 1024.0 torch.float16\n(.*\n)*.*Train loss: 1",
+            {"edit": DOUBLED, **SINGLE},
+        ),
+        pytest.param(
+            "optimizers", [DIGITS, TWO, TRAINED], "seen 3 1", {"processes": 2}, marks=MUON
+        ),
     ],
 )
 def test_the_weights_are_those_of_one_process(resumed, name, hunks, options, pattern):
@@ -284,6 +292,18 @@ def test_gpt_learns_to_continue_a_text_and_does_not_look_ahead(resumed, recipe, 
     with torch.no_grad():
         equal = torch.isclose(model(block), model(changed), atol=1e-5).all(dim=1)[0]
     assert equal.tolist() == 40 * [True] + 24 * [False]
+
+
+def test_each_loss_of_a_gan_trains_one_model(recipe):
+    model = runpy.run_path(recipe("gan"))["GAN"]()
+    losses = model(torch.rand(8, 1, 28, 28))
+    for loss, trained in zip(losses, (model.critic, model.generator), strict=True):
+        model.zero_grad()
+        loss.backward(retain_graph=True)
+        found = [
+            all(weights.grad.any() for weights in part.parameters()) for part in model.children()
+        ]
+        assert found == [part is trained for part in model.children()]
 
 
 def test_ignored_targets_and_metrics_of_a_confusion_matrix(resumed, recipe):
