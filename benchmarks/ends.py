@@ -36,14 +36,14 @@ def train(rank: int, port: int) -> None:
     if program.name != "ddp_spawn.py":
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
         os.environ.update(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-    by_hand = "mp.spawn(" in source  # its main guard starts processes, of which this is one
-    module = types.ModuleType(program.stem if by_hand else "__main__")
+    spawned = "mp.spawn(" in source  # its main guard starts processes, of which this is one
+    module = types.ModuleType(program.stem if spawned else "__main__")
     sys.modules["program"] = module  # where it stays to the end
     exec(compile(source, program, "exec"), vars(module))
-    if by_hand:
+    if spawned:
         args = module.parse_args()
         args.init_method, args.nproc_per_node = f"file://{os.getcwd()}/store", 2
-        module.main(rank if program.name == "ddp_spawn.py" else 0, args)
+        module.main(rank, args)
 
 
 def add_param_group(optimizer: torch.optim.Optimizer, *args: object) -> None:

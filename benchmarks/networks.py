@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 from torchvision.models import resnet50
 
-from common.data import ImageDataset
+from common.data import ImageDataset, WholeBatch
 from common.model import LeNet
 
 TINY = bool(os.environ.get("REHEARSE"))
@@ -46,8 +46,8 @@ class GPT(nn.Module):
 class Texts(TensorDataset):
     """Like the scripts' data sets, it gives whole batches."""
 
-    def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
-        return self[indices]
+    def __getitems__(self, indices: list[int]) -> list[WholeBatch]:
+        return [WholeBatch(self[indices])]
 
 
 NETWORKS = {"resnet50": lambda: LeNet(classes=1000) if TINY else resnet50(), "gpt": GPT}

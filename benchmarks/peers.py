@@ -63,18 +63,17 @@ def with_accelerate(args: argparse.Namespace, train_data: DataLoader) -> tuple:
 
 
 def build(args: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = build_model(args.model, args.image_shape)
+    model = build_model(args.model, args.dataset)
     return model, torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
 
 
 def main(rank: int, world_size: int, args: argparse.Namespace) -> None:
-    train_set, test_set, collate = load_data(args)
-    args.image_shape = train_set[0][0].shape
+    train_set, test_set = load_data(args)
     sampler = None
     if args.by == "ddp" and world_size > 1:
         sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed)
-    options = {"collate_fn": collate, "pin_memory": args.device != "cpu"}
-    train_data = DataLoader(train_set, args.batch_size, sampler is None, sampler, **options)
+    pin = args.device != "cpu"
+    train_data = DataLoader(train_set, args.batch_size, sampler is None, sampler, pin_memory=pin)
     if args.by == "fabric":
         prepared = with_fabric(args, train_data)
     elif args.by == "accelerate":
@@ -140,12 +139,11 @@ def ddp_setup(rank: int, world_size: int, device: str) -> None:
         dist.init_process_group(backend, rank=rank, world_size=world_size)
 
 
-def load_data(args: argparse.Namespace) -> tuple[Dataset, Dataset, Callable | None]:
-    """Training set, test set, collate_fn: torchvision's images one at a time, or as our scripts."""
+def load_data(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
+    """Training set and test set: torchvision's images one at a time, or as our scripts."""
     if args.our_data:
-        return *load_dataset(args.dataset, args.data_dir), tuple
-    sets = [FashionMNIST(args.data_dir, train, ToTensor()) for train in (True, False)]
-    return *sets, None
+        return load_dataset(args.dataset, args.data_dir)
+    return tuple(FashionMNIST(args.data_dir, train, ToTensor()) for train in (True, False))
 
 
 def normalize(args: argparse.Namespace, images: torch.Tensor) -> torch.Tensor:
@@ -167,7 +165,7 @@ def end_epoch(
     model.eval()
     total = len(test_set)
     if args.our_data:
-        images, targets = test_set.__getitems__(range(total))
+        ((images, targets),) = test_set.__getitems__(range(total))
     else:
         images, targets = normalize(args, test_set.data.unsqueeze(1) / 255), test_set.targets
     correct = (model(images.to(args.device)).argmax(dim=1).cpu() == targets).sum().item()

@@ -42,7 +42,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import report  # noqa: E402
 import torch  # noqa: E402
 from helpers.files import idx_files  # noqa: E402
-from helpers.jobs import ALONE, Job  # noqa: E402
+from helpers.jobs import Job  # noqa: E402
 
 EPOCH = re.compile(r"^Epoch \d+ \|.* Accuracy: \d+/\d+ \((\S+)%\) \| (\d+) samples/s$", re.M)
 # The user's settings that would decide for the contestants: unset for them.
@@ -62,6 +62,7 @@ class Contestant:
 
 
 PEER, BOUND = "benchmarks/peers.py", "benchmarks/upper_bound.py"
+LONG = "recipes/long_run.py"
 FRUGAL = ("--accumulate", "8")
 OURS = ("--our-data",)
 FABRIC, ACCELERATE = ("--by", "fabric"), ("--by", "accelerate")
@@ -70,9 +71,10 @@ CONTESTANTS = {
     "data_parallel.py": Contestant("python", "data_parallel.py"),
     "ddp_spawn.py": Contestant("spawn", "ddp_spawn.py"),
     "ddp_torchrun.py": Contestant("torchrun", "ddp_torchrun.py"),
-    "multinode.py": Contestant("spawn", "multinode.py", tuple(map(str, ALONE))),
-    "ddp_torchrun.py --accumulate 8": Contestant("torchrun", "ddp_torchrun.py", FRUGAL),
-    report.ONE: Contestant("torchrun", "ddp_torchrun.py", FRUGAL, one_thread=True, processes=1),
+    "multinode.py": Contestant("torchrun", "multinode.py"),  # by env://
+    "long_run.py": Contestant("torchrun", LONG),
+    "long_run.py --accumulate 8": Contestant("torchrun", LONG, FRUGAL),
+    report.ONE: Contestant("torchrun", LONG, FRUGAL, one_thread=True, processes=1),
     "tutorial": Contestant("spawn", PEER),
     "tutorial, 1 thread": Contestant("spawn", PEER, one_thread=True),
     "Fabric": Contestant("spawn", PEER, FABRIC),
@@ -107,15 +109,15 @@ def all_cases(before: Path | None = None) -> list[Case]:
     """`before` is a folder with an older version of our scripts."""
     peers = ("tutorial", "tutorial, 1 thread", "Fabric", "Accelerate")
     on_our_data = ("tutorial, 1 thread, our data", "Fabric, our data", "Accelerate, our data")
-    ours = ("ddp_spawn.py", "ddp_torchrun.py")
+    ours, others = ("ddp_spawn.py", "ddp_torchrun.py"), ("multinode.py", "long_run.py")
     names = (*ours, *on_our_data, *report.BOUNDS)
     cases = [Case(32, 2, names, model="resnet18", size=32, samples=1_536)]
     for batch in (32, 256):
         one = ("single_gpu.py", "data_parallel.py", *peers, "compute alone")
         cases.append(Case(batch, 1, one))
-        frugal = ("ddp_torchrun.py --accumulate 8", report.ONE, f"{report.TOGETHER} --accumulate 8")
+        frugal = ("long_run.py --accumulate 8", report.ONE, f"{report.TOGETHER} --accumulate 8")
         cases.append(Case(batch, 2, frugal, name="accumulate"))
-        cases.append(Case(batch, 2, (*ours, "multinode.py", *peers, *on_our_data, *report.BOUNDS)))
+        cases.append(Case(batch, 2, (*ours, *others, *peers, *on_our_data, *report.BOUNDS)))
         for script in ("single_gpu.py", *ours) if before else ():
             older = f"{script} before"
             program = str(before.resolve() / script)
@@ -147,13 +149,11 @@ def command(contestant: Contestant, case: Case, data: Path) -> list[str]:
         options = ["1000", "--device", case.device, *options]
     else:
         options = ["1000", "1000", *options]  # total_epochs, save_every
-    if contestant.launch == "torchrun" and (count > 1 or program.name == "ddp_torchrun.py"):
+    if contestant.launch == "torchrun" and (count > 1 or program.parent.name != "benchmarks"):
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
         return [sys.executable, *torchrun, str(program), *options]
     if contestant.launch == "spawn":
         options += ["--nproc-per-node", str(count)]
-    if program.name == "multinode.py":
-        options += ["--world-size", str(count)]  # this call starts all of its ranks
     return [sys.executable, str(program), *options]
 
 
@@ -218,7 +218,7 @@ def machine() -> dict[str, str]:
         "System": f"{platform.system()} {platform.release().split('-')[0]} {platform.machine()}",
         "Versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "Source": f"commit {commit(ROOT)}",
-        "Date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC",
+        "Date": f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M} UTC",
         "Load before": f"{os.getloadavg()[0]:.2f} (1 minute)",
     }
 

@@ -33,13 +33,13 @@ def main(rank: int, world_size: int, args: argparse.Namespace) -> None:
     if "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it
         torch.set_num_threads(max(1, torch.get_num_threads() // world_size))
     peers.ddp_setup(rank, world_size, args.device)
-    train_set, test_set, _ = peers.load_data(args)
+    train_set, test_set = peers.load_data(args)
     set_seed(args.seed)  # the scripts' first weights
-    model = build_model(args.model, train_set.images.shape[1:]).to(args.device)
+    model = build_model(args.model, args.dataset).to(args.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
     shard = DistributedSampler(train_set, world_size, rank, seed=args.seed)
     sampler = BatchSampler(shard, args.batch_size, drop_last=False)
-    batches = [[part.to(args.device) for part in train_set.__getitems__(i)] for i in sampler]
+    batches = [[part.to(args.device) for part in train_set.__getitems__(i)[0]] for i in sampler]
     parameters = list(model.parameters())
     flat = torch.empty(sum(p.numel() for p in parameters), device=args.device)
     share = 1 / args.accumulate / (world_size if args.all_reduce else 1)  # so sums are averages

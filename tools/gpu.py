@@ -184,9 +184,10 @@ def doctor(args: argparse.Namespace, folder: Path) -> Section:
             (f"python {name}.py",) for name in ("single_gpu", "data_parallel", "ddp_spawn")
         ]
     lines, good = ["| command | last line | seconds |", "| --- | --- | ---: |"], True
-    for words in commands:
+    for number, words in enumerate(commands):
+        words += ("--snapshot-path", f"{number}.pt")
         start, line = time.monotonic(), " ".join(map(str, words))
-        job = Job([sys.executable, str(HERE / "doctor.py"), *command(*words)], folder, {})
+        job = Job([sys.executable, str(ROOT / "doctor"), *command(*words)], folder, {})
         text = job.finish(None, seconds=left(args, 120))
         found = re.findall("^FOUND .*", text, re.M)
         last = text.strip().splitlines()[-1]

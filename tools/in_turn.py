@@ -1,7 +1,7 @@
 """How long a step takes in the scripts, with and without what they do for speed, beside the
 tutorial's loop and the upper bound. All train in one process, an epoch each in turn.
 
-    torchrun --nproc_per_node=4 tools/in_turn.py      ddp_torchrun.py on all devices, both networks
+    torchrun --nproc_per_node=4 tools/in_turn.py      long_run.py on all devices, both networks
 
 gpu.py makes a report of it. A program takes long to start, and a device is slower at times, which
 hits all alike if they take turns.
@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: E402
 from torch.utils.data import DataLoader, Dataset  # noqa: E402
 
 CORES = torch.get_num_threads()
-OURS = "ddp_torchrun.py --amp"
+OURS = "long_run.py --amp"
 STEPS = 1 if TINY else 20  # of an epoch
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 ALONE |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # as torchrun sets them for one process
@@ -69,23 +69,28 @@ def script(name: str, folder: Path = ROOT) -> ModuleType:
         name: sys.modules.pop(name) for name in [*sys.modules] if name.split(".")[0] == "common"
     }
     sys.path.insert(0, str(folder))
-    spec = importlib.util.spec_from_file_location(f"{name}_of_{folder.name}", folder / f"{name}.py")
+    path = folder / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"{path.stem}_of_{folder.name}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     sys.path.pop(0)
     sys.modules.update(ours)
     module.MODELS.update(NETWORKS)
     module.build_model = build
-    module.log = module.save_snapshot = lambda *_, **__: None
+    module.save_snapshot = lambda *_, **__: None
     return module
 
 
 def contestant(module: ModuleType, data: Dataset, words: list, change: str = "") -> Contestant:
     """The epochs of the model, loader and optimizer that the script's main() makes."""
-    made, join = [], dist.init_process_group
+    made, loaders, join = [], [], dist.init_process_group
     once = lambda *given, **more: dist.is_initialized() or join(*given, **more)  # noqa: E731
-    old = hasattr(module, "Trainer")  # the scripts up to commit eea0a45
-    place = (module.Trainer, "train") if old else (module, "train_epoch")
+    train = "train_step" if hasattr(module, "train_step") else "train_epoch"
+    own = getattr(module, train)
+
+    def loader(*given: object, **named: object) -> DataLoader:
+        loaders.append(DataLoader(*given, **named))
+        return loaders[-1]
 
     def stop(*given: object) -> None:
         made.extend(given)
@@ -100,23 +105,25 @@ def contestant(module: ModuleType, data: Dataset, words: list, change: str = "")
             mock.patch.dict(os.environ, {} if "RANK" in os.environ else ALONE),
             mock.patch.object(sys, "argv", words),
             mock.patch.object(module, "load_dataset", lambda *_: (data, data)),
-            mock.patch.object(*place, stop),
+            mock.patch.object(module, train, stop),
+            mock.patch.object(module, "DataLoader", loader),
             mock.patch.object(dist, "init_process_group", once),
             *([CHANGES[change](module)] if change else []),
+            contextlib.redirect_stdout(sys.stderr),
             contextlib.suppress(Made),
         ):
             stack.enter_context(patch)
         getattr(module.main, "__wrapped__", module.main)(module.parse_args())
 
     def epoch(number: int) -> None:
-        if old:
-            made[0].samples_seen = made[0].unsaved_steps = 0  # or it would skip samples, or save
-            made[0]._run_epoch(number)
+        model, _, *rest = made
+        if train == "train_step":
+            for batch in loaders[0]:
+                own(model, [batch], *rest)
             return
-        model, loader, optimizer, device, _, *more = made
-        if hasattr(loader.sampler, "set_epoch"):
-            loader.sampler.set_epoch(number)
-        module.train_epoch(model, loader, optimizer, device, number, *more)
+        if hasattr(loaders[0].sampler, "set_epoch"):
+            loaders[0].sampler.set_epoch(number)
+        own(model, loaders[0], *rest)
 
     return Contestant(epoch, torch.get_num_threads(), torch.get_float32_matmul_precision())
 
@@ -148,23 +155,22 @@ def contestants(device: str, before: Path | None) -> dict[str, Contestant]:
         words = [*name.split(), "--batch-size", batch, "--model", "resnet50", "--device", device]
         found[", ".join(filter(None, (name, change)))] = contestant(module, data, words, change)
 
-    torchrun = script("ddp_torchrun")
-    ours(OURS, torchrun)
+    long_run = script("recipes/long_run")
     if before:
-        older = script("ddp_torchrun", before.resolve())
-        ours(OURS, older)
+        ours(OURS, script("recipes/long_run", before.resolve()))
         found = {f"{OURS}, before": found.pop(OURS)}
-        ours(OURS, torchrun)
+    ours(OURS, long_run)
     for change in ("without gradient_as_bucket_view", "SGD(fused=True)", "channels_last"):
-        ours(OURS, torchrun, change)
-    ours(f"{OURS} --compile", torchrun)
+        ours(OURS, long_run, change)
+    ours(f"{OURS} --compile", long_run)
     for threads in (CORES, 8, 2, 1):
         if threads <= CORES:
             found[f"{OURS}, threads: {threads}"] = found[OURS]._replace(threads=threads)
+    torchrun = script("ddp_torchrun")
     ours("ddp_torchrun.py", torchrun)
     ours("ddp_torchrun.py", torchrun, "without TF32")
     ours("single_gpu.py", script("single_gpu"))
-    loader = DataLoader(data, batch, shuffle=True, collate_fn=tuple, pin_memory=device != "cpu")
+    loader = DataLoader(data, batch, shuffle=True, pin_memory=device != "cpu")
     tutorial = loop(build("resnet50"), loader, device, ddp=True)
     found["the tutorial's loop in bfloat16, DDP"] = Contestant(tutorial, CORES)
     ready = [[part.to(device) for part in parts] for parts in loader]
@@ -206,7 +212,7 @@ def synchronize() -> None:
 def main() -> None:
     """In each rank: samples per second of all devices, by network and kind."""
     world_size = int(os.environ["WORLD_SIZE"])
-    module, found, batches = script("ddp_torchrun"), {}, {}
+    module, found, batches = script("recipes/long_run"), {}, {}
     for network, batch in BATCH.items():
         # weak: as many samples for each device as on one device; strong: as many in all
         for kind, each, *more in (
