@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from helpers.files import difference, idx_files, load
-from helpers.hosts import NETNS, Hosts, require, requirements
+from helpers.hosts import Hosts, require, requirements
 from helpers.jobs import Job, command, epochs
 from helpers.ranks import train
 
@@ -99,12 +99,3 @@ def test_a_peer_that_dies_and_a_resume_on_one_host_only(hosts, tmp_path, job):
     assert scores(jobs[0].finish()) == job[1][1:]
     assert "[rank 1 of 2] on cpu, from epoch 1\n" in jobs[1].finish()
     assert difference(load(tmp_path / "host0" / "checkpoint.pt"), job[2]) < 1e-12
-
-
-def test_two_runs_at_once_on_a_host_that_does_not_know_its_own_name(hosts, fashion):
-    nodes, options = hosts(1), (50, *fashion(1000, 10), "--snapshot-path")
-    (NETNS / nodes.name(0) / "hosts").write_text("127.0.0.1 localhost\n")
-    jobs = [nodes.start(0, "ddp_spawn.py", *options, name) for name in ("first.pt", "second.pt")]
-    for job in jobs:
-        job.wait_for(r"Epoch 1 \| Batchsize: ")
-    assert all(job.process.poll() is None for job in jobs)

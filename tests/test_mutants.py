@@ -27,7 +27,7 @@ MUTANTS = {
         (SPAWN, "dist.all_reduce(sums)", "pass"),
     ],
     "test_steps.py::test_data_parallel_splits_training_and_evaluation": [
-        (PARALLEL, "model = nn.DataParallel(model)", BARE),
+        (PARALLEL, "model = nn.DataParallel(model)", BARE)
     ],
     "test_steps.py::test_batches_are_copied_without_waiting_and_multiplied_in_tf32": [
         (TORCHRUN, f"disable=hidden):\n        {COPY}", "disable=hidden):\n        pass"),
@@ -35,9 +35,7 @@ MUTANTS = {
         (SINGLE, 'torch.set_float32_matmul_precision("high")', "pass"),
         (SINGLE, "import torch\n", "import torch\n"),  # no mutant: the test must pass
     ],
-    "test_steps.py::test_workers_persist": [
-        (SPAWN, "= args.num_workers > 0", "= False"),
-    ],
+    "test_steps.py::test_workers_persist": [(SPAWN, "= args.num_workers > 0", "= False")],
     "test_steps.py::test_each_epoch_has_its_order_and_its_random_numbers": [
         (SPAWN, "sampler.set_epoch(epoch)", "pass"),
         (SPAWN, "set_seed(args.seed, rank, epoch)", "pass"),
@@ -51,10 +49,10 @@ MUTANTS = {
         (NODES, "dist.broadcast(buffer, src=0)", "pass"),
     ],
     "test_steps.py::test_ddp_is_freed_before_its_group_ends": [
-        (TORCHRUN, "dist.destroy_process_group()", "pass"),
+        (TORCHRUN, "dist.destroy_process_group()", "pass")
     ],
     "test_options.py::test_memory_is_pinned_for_a_gpu": [
-        (SPAWN, '"pin_memory": device.type == "cuda"', '"pin_memory": False'),
+        (SPAWN, '"pin_memory": device.type == "cuda"', '"pin_memory": False')
     ],
     "test_options.py::test_each_process_gets_its_device": [
         (TORCHRUN, 'int(os.environ["LOCAL_RANK"])', 'int(os.environ["RANK"])'),
@@ -65,7 +63,7 @@ MUTANTS = {
         (SPAWN, "os.makedirs(", "str("),
     ],
     "test_snapshots.py::test_a_snapshot_is_written_whole_or_not_at_all": [
-        (SPAWN, SAVE, f"{SAVE.replace('.tmp', '')}; {SAVE}"),
+        (SPAWN, SAVE, f"{SAVE.replace('.tmp', '')}; {SAVE}")
     ],
     "test_snapshots.py::test_a_snapshot_that_exists_is_refused_by_rank_0": [
         (SPAWN, RESUMED, "if False:"),
@@ -73,7 +71,7 @@ MUTANTS = {
         (NODES, "if args.rank == 0 and ", "if "),
     ],
     "test_snapshots.py::test_weights_that_are_nan_or_infinite_are_not_saved": [
-        (SPAWN, "weight.isfinite().all()", "not weight.isnan().any()"),
+        (SPAWN, "weight.isfinite().all()", "not weight.isnan().any()")
     ],
     "test_snapshots.py::test_rank_0_alone_reads_and_writes_and_all_load_what_it_has_read": [
         (SPAWN, "dist.broadcast_object_list(snapshots)", "pass"),
@@ -85,13 +83,13 @@ MUTANTS = {
         (SPAWN, 'return snapshots[0]["epoch"]', 'return snapshots[0]["epoch"] - 1'),
     ],
     "test_stopping.py::test_a_job_ends_at_once_and_keeps_its_last_snapshot[launch1-SIGTERM]": [
-        (SPAWN, "signal.signal(signal.SIGTERM, signal.default_int_handler)", "pass"),
+        (SPAWN, "signal.signal(signal.SIGTERM, signal.default_int_handler)", "pass")
     ],
     "test_stopping.py::test_ranks_end_with_a_parent_that_was_started_with_an_ampersand": [
-        (SPAWN, "signal.signal(signal.SIGINT, signal.default_int_handler)", "pass"),
+        (SPAWN, "signal.signal(signal.SIGINT, signal.default_int_handler)", "pass")
     ],
     "test_stopping.py::test_a_stop_while_another_rank_hangs": [
-        (SPAWN, "process.kill()", "process.join()"),
+        (SPAWN, "process.kill()", "process.join()")
     ],
 }
 ALL = [(test, *mutant) for test, mutants in MUTANTS.items() for mutant in mutants]

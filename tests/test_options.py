@@ -28,13 +28,12 @@ OPTIONS = [
     (("1 --data-dir a", "1 --data-dir b"), "data", (("digits", "a"), ("digits", "b"))),
     (("1 --model mlp", "1 --model lenet"), "model", ("MLP", "LeNet")),
     (("1 --seed 0", "1 --seed 7"), "loss", ()),
-    (("1 --num-workers 0", "1 --num-workers 1"), "workers", (0, 1)),
     (("1 --snapshot-path a.pt", "1 --snapshot-path b.pt"), "files", (["a.pt"], ["b.pt"])),
     (("1", "2 --resume"), "epochs", (1, 1)),
 ]
-# These are in the tests below, in test_training.py and in test_multinode.py.
-OF_THE_START = {"--device", "--backend", "--nproc-per-node", "--init-method", "--rank"}
-OF_THE_START |= {"--world-size", "--local-rank"}
+# In the tests below, in test_steps.py, test_training.py and test_multinode.py:
+ELSEWHERE = {"--device", "--backend", "--nproc-per-node", "--init-method", "--rank"}
+ELSEWHERE |= {"--world-size", "--local-rank", "--num-workers"}
 
 
 @every_script
@@ -63,7 +62,7 @@ def test_an_option_is_in_force(do, monkeypatch, script, typed, what, expected):
         seen.epochs, last = len(lines), lines[-1]
         seen.loss = last["train_loss"], last["val_loss"]
         seen.saved = [int(epoch) for epoch in re.findall(r"Epoch (\d+) \|.* saved", job.text)]
-        seen.model, seen.workers = type(job.model).__name__, job.passes[0][1].num_workers
+        seen.model = type(job.model).__name__
         seen.files = sorted(path.name for path in Path().glob("*.pt"))
         found.append(getattr(seen, what))
         if "--resume" not in typed[1]:
@@ -76,7 +75,7 @@ def test_an_option_is_in_force(do, monkeypatch, script, typed, what, expected):
 def test_every_option_has_a_row_and_may_stand_first_or_last(parse, script):
     names = {*re.findall(r'^    add\("(--[\w-]+)"', (ROOT / script).read_text(), re.M)}
     tried = " ".join(words for typed, *_ in OPTIONS for words in typed)
-    assert len(names) >= 10 and {name for name in names if name not in tried} <= OF_THE_START
+    assert len(names) >= 10 and {name for name in names if name not in tried} <= ELSEWHERE
     args = parse(script)[1]
     assert (args.total_epochs, args.save_every, args.batch_size) == (5, 1, 32)
     assert (args.lr, args.momentum, args.seed, args.num_workers) == (0.01, 0.9, 42, 0)

@@ -9,7 +9,6 @@ import itertools
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -21,15 +20,12 @@ numbers = itertools.count(1)
 
 def requirements() -> str | None:
     """Why there can be no hosts here, or None."""
-    if sys.platform != "linux":
-        return "network namespaces need Linux"
-    if os.geteuid() != 0:
-        return "network namespaces need root"
-    if missing := [name for name in ("ip", "unshare", "hostname") if not shutil.which(name)]:
-        return f"not installed: {', '.join(missing)}"
+    for name in ("ip", "unshare", "hostname"):
+        if not shutil.which(name):
+            return f"network namespaces need Linux and {name}"
     tried = subprocess.run(["unshare", "--net", "--uts", "--mount", "true"], capture_output=True)
     if tried.returncode:
-        return "namespaces are not permitted here (in a container: docker run --privileged)"
+        return "network namespaces need root, and in a container docker run --privileged"
     return None
 
 
