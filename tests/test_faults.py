@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 from helpers.files import idx_files, load, same_bytes
-from helpers.hosts import require, requirements, run
 from helpers.jobs import SCRIPTS, SPAWN2, TORCHRUN, Job, command
 from helpers.ranks import train
 
@@ -24,17 +23,6 @@ TARGETS[NODES] = ("all", "rank")
 BY_HAND = '"$@" --rank 1 & "$@" --rank 0; wait'
 
 
-@pytest.fixture
-def disk(tmp_path):
-    """A folder on a disk of 16 MB."""
-    require(requirements())
-    path = tmp_path / "disk"
-    path.mkdir()
-    run("mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", path)
-    yield path
-    run("umount", path)
-
-
 def started(script: str, folder: Path, options: tuple) -> Job:
     launch = {SPAWN: SPAWN2, ELASTIC: (TORCHRUN.format(2),)}.get(script, (script,))
     words = command(*launch, *options)
@@ -44,25 +32,12 @@ def started(script: str, folder: Path, options: tuple) -> Job:
     return Job(words, folder, {})
 
 
-def strike(job: Job, what: str, whom: str, draw: random.Random, disk: Path) -> None:
-    if what == "full":
-        with contextlib.suppress(OSError):  # no space left
-            (disk / "filler").write_bytes(bytes(16 << 20))
-        return
-    pids = job.pids() if whom == "all" else [job.process.pid]
-    if whom == "rank":
-        pids = [draw.choice(job.workers() or pids)]
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.Signals[what])
-
-
 @pytest.mark.slow("five jobs by their real command lines, and as many resumed ones")
 @pytest.mark.parametrize("seed", range(5, 5 + int(os.environ.get("FAULTS", 5))))
-def test_the_same_bytes_after_a_random_fault(disk, tmp_path, record_property, seed):
+def test_the_same_bytes_after_a_random_fault(tmp_path, record_property, seed):
     draw, script = random.Random(seed), SCRIPTS[seed % len(SCRIPTS)]
     processes = 2 if script in TARGETS else 1
-    what, whom = draw.choice((*SIGNALS, "full")), draw.choice(TARGETS.get(script, ("all",)))
+    what, whom = draw.choice(SIGNALS), draw.choice(TARGETS.get(script, ("all",)))
     epoch, seconds = draw.randrange(-1, 4), draw.uniform(0, 1)
     if (what, whom) == ("SIGKILL", "parent") and (script == ELASTIC or epoch < 0):
         whom = "all"  # torchrun leaves its ranks then, and mp.spawn those that import torch
@@ -72,19 +47,21 @@ def test_the_same_bytes_after_a_random_fault(disk, tmp_path, record_property, se
     options = (5, "--dataset", "fashion-mnist", "--data-dir", idx_files(tmp_path, 1200, 10))
     options += ("--model", "convnet", "--batch-size", 8, "--snapshot-path")
     train(tmp_path, script, processes, *options, tmp_path / "whole.pt")
-    options += (disk / "snapshot.pt",)
+    options += ("saved/snapshot.pt",)
     job = started(script, tmp_path, options)
     try:
         if epoch >= 0:
             job.wait_for(f"^Epoch {epoch} .*samples/s$")
         time.sleep(seconds if epoch >= 0 else 4 * seconds)
-        strike(job, what, whom, draw, disk)
+        pids = job.pids() if whom == "all" else [job.process.pid]
+        for pid in [draw.choice(job.workers() or pids)] if whom == "rank" else pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.Signals[what])
         job.finish(None)  # and no process is left
     finally:
         job.kill()
     record_property(fault, job.process.returncode)
-    (disk / "filler").unlink(missing_ok=True)
     train(tmp_path, script, processes, *options, "--resume")
-    snapshot = load(disk / "snapshot.pt")
+    snapshot = load(tmp_path / "saved" / "snapshot.pt")
     assert snapshot["epoch"] == 5 and same_bytes(snapshot, load(tmp_path / "whole.pt"))
-    assert [path.name for path in disk.iterdir()] == ["snapshot.pt"]
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["snapshot.pt"]

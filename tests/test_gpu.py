@@ -9,8 +9,8 @@ import time
 
 import pytest
 import torch
-from helpers.files import difference, idx_files, load, same_bytes
-from helpers.jobs import TORCHRUN, Job, command, epochs
+from helpers.files import difference, idx_files, load
+from helpers.jobs import TORCHRUN, epochs
 
 count = torch.cuda.device_count()
 TWIN = {"LADDER_TWIN": "1"} if count == 1 else {}
@@ -22,49 +22,26 @@ pytestmark = [
 LONG = TORCHRUN.replace("ddp_torchrun.py", "recipes/long_run.py").format(2)
 
 
-@pytest.fixture
-def trained(tmp_path):
-    """trained(launch, name, *options) -> the snapshot, and what is printed.
-
-    The global batch is 32, and the last one of an epoch has two samples.
-    """
+def test_two_devices_train_as_one_does(run, tmp_path):
+    """In float64. The last batch of an epoch has two samples. With --compile, torch splits the
+    graph where DDP's buckets end, and prints the parts: with one part, no all-reduce would begin
+    before the backward pass has ended."""
     data = ("--dataset", "fashion-mnist", "--data-dir", idx_files(tmp_path, 26 * 32 + 2, 10))
-
-    def trained(launch: str, name: str, *options: object, total: int = 2, **env: str) -> tuple:
-        batch = ("--batch-size", 16 if "torchrun" in launch else 32)
-        words = command(launch, total, *data, *batch, "--snapshot-path", f"{name}.pt", *options)
-        text = Job(words, tmp_path, {"LADDER_DTYPE": "float64", **TWIN, **env}).finish()
-        return load(tmp_path / f"{name}.pt"), text
-
-    return trained
-
-
-def test_two_devices_train_as_one_does(trained):
-    """In float64. With --compile, torch splits the graph where DDP's buckets end, and prints the
-    parts. With one part, no all-reduce would begin before the backward pass has ended."""
-    expected, _ = trained("single_gpu.py", "one")
-    for name, launch in {"dp": "data_parallel.py", "ddp": TORCHRUN.format(2)}.items():
-        assert difference(trained(launch, name)[0], expected) < 1e-9
-    snapshot, text = trained(LONG, "compile", "--compile", TORCH_LOGS="ddp_graphs")
-    assert difference(snapshot, expected) < 1e-9
-    assert "---split graph---" in text and "---submod_1 graph---" in text
-
-
-@pytest.mark.skipif(not count, reason="a CPU has no SyncBatchNorm")
-def test_sync_batchnorm_is_batchnorm_over_the_global_batch(trained):
-    model = ("--model", "resnet18")
-    expected, _ = trained("single_gpu.py", "one", *model)
-    assert difference(trained(LONG, "sync", *model, "--sync-bn")[0], expected) < 1e-8
-    assert difference(trained(TORCHRUN.format(2), "bn", *model)[0], expected) > 1e-5
-
-
-def test_resume_is_exact_with_deterministic_kernels(trained):
-    exact = {"LADDER_DTYPE": "float32", "LADDER_EXACT": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    model = ("--model", "convnet")
-    whole, _ = trained(TORCHRUN.format(2), "whole", *model, **exact)
-    trained(TORCHRUN.format(2), "part", *model, total=1, **exact)
-    resumed, _ = trained(TORCHRUN.format(2), "part", *model, "--resume", **exact)
-    assert resumed["epoch"] == 2 and same_bytes(whole, resumed)
+    env, texts = {"LADDER_DTYPE": "float64", "TORCH_LOGS": "ddp_graphs", **TWIN}, []
+    one = ("--batch-size", 32, "--snapshot-path")
+    two = ("--batch-size", 16, "--snapshot-path")
+    for number, (launch, *options) in enumerate(
+        [
+            ("single_gpu.py", *one),
+            ("data_parallel.py", *one),
+            (TORCHRUN.format(2), *two),
+            (LONG, "--compile", *two),
+        ]
+    ):
+        texts.append(run(launch, 2, *data, *options, f"{number}.pt", **env))
+        snapshot = load(tmp_path / f"{number}.pt")
+        assert difference(snapshot, load(tmp_path / "0.pt")) < 1e-9
+    assert "---split graph---" in texts[3] and "---submod_1 graph---" in texts[3]
 
 
 def test_trains_on_all_devices(start):

@@ -15,6 +15,7 @@ SINGLE, PARALLEL, SPAWN, TORCHRUN, NODES = SCRIPTS
 BARE = 'object.__setattr__(model, "module", model)'  # model.module is the model itself
 COPY = "inputs = inputs.to(device, non_blocking=True)"
 SAVE = 'torch.save(snapshot, f"{args.snapshot_path}.tmp")'
+ENDS = "test_stopping.py::test_a_job_ends_at_once_and_keeps_its_last_snapshot"
 RESUMED = "if os.path.exists(args.snapshot_path) and not args.resume:"
 
 # test: [(script, a piece that it has once, what stands there instead), ...]
@@ -82,10 +83,10 @@ MUTANTS = {
         (SINGLE, "group.update(lr=args.lr, momentum=args.momentum)", "pass"),
         (SPAWN, 'return snapshots[0]["epoch"]', 'return snapshots[0]["epoch"] - 1'),
     ],
-    "test_stopping.py::test_a_job_ends_at_once_and_keeps_its_last_snapshot[launch1-SIGTERM]": [
+    f"{ENDS}[launch1-SIGTERM]": [
         (SPAWN, "signal.signal(signal.SIGTERM, signal.default_int_handler)", "pass")
     ],
-    "test_stopping.py::test_ranks_end_with_a_parent_that_was_started_with_an_ampersand": [
+    f"{ENDS}[launch3-SIGKILL of a parent with an ampersand]": [
         (SPAWN, "signal.signal(signal.SIGINT, signal.default_int_handler)", "pass")
     ],
     "test_stopping.py::test_a_stop_while_another_rank_hangs": [

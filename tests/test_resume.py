@@ -38,21 +38,3 @@ def test_two_processes_end_with_the_same_bytes(tmp_path, fashion, script):
     parts = [{**line, "rate": 0} for line in first + epochs(text)]
     assert len(parts) == 3 and parts == [{**line, "rate": 0} for line in whole]
     assert same_bytes(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt"))
-
-
-def test_any_rung_goes_on_from_any_other_at_any_world_size(tmp_path, fashion):
-    data = fashion(102, 10)
-    legs = [
-        ("ddp_spawn.py", 2, 6),
-        ("single_gpu.py", 1, 12),
-        ("ddp_torchrun.py", 3, 4),
-        ("data_parallel.py", 1, 12),
-        ("multinode.py", 2, 6),
-    ]
-    for epoch, (script, processes, batch) in enumerate(legs):
-        options = (*data, "--resume", "--batch-size", batch)
-        text = train(tmp_path, script, processes, epoch + 1, *options, dtype="float64")
-        assert [line["epoch"] for line in epochs(text)] == [epoch], text
-    options = (*data, "--batch-size", 12, "--snapshot-path", "whole.pt")
-    train(tmp_path, "single_gpu.py", 1, len(legs), *options, dtype="float64")
-    assert difference(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt")) < 1e-12

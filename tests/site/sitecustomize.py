@@ -5,7 +5,6 @@ LADDER_DTYPE=float64     torch's default dtype
 LADDER_RAISE=rank:step   cross_entropy raises in that rank at that call
 LADDER_CPU=1             no accelerator is found, whatever the machine has (but in GPU tests)
 LADDER_SLOW=rank[:s]     this rank sleeps for s or 0.3 seconds after every step of the optimizer
-LADDER_EXACT=1           deterministic kernels
 LADDER_TWIN=1            the first GPU stands for two, for DataParallel and for torchrun's ranks
 """
 
@@ -67,6 +66,3 @@ if hooks and not any("resource_tracker" in word for word in sys.orig_argv):
     elif "TWIN" in hooks:
         init = torch.nn.DataParallel.__init__
         torch.nn.DataParallel.__init__ = functools.partialmethod(init, device_ids=[0, 0])
-
-    if "EXACT" in hooks:
-        torch.use_deterministic_algorithms(True)
