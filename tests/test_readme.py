@@ -68,6 +68,15 @@ def test_the_command_runs(shell, fashion, tmp_path, command):
     assert len(epochs(shell(command))) == 1
 
 
+@pytest.mark.slow("a real command line")
+def test_the_doctor_says_what_readme_quotes(shell, tmp_path):
+    code = (ROOT / "docs" / "your_loop.py").read_text().splitlines(keepends=True)
+    (tmp_path / "train.py").write_text("".join(line for line in code if "set_epoch" not in line))
+    (command,) = re.findall(r"^python PATH/doctor .*$", README, re.M)
+    (quoted,) = re.findall(r"^FOUND .*$", README, re.M)
+    assert f"\n{quoted}\n" in shell(f"{command.replace('PATH', str(ROOT))} || [ $? = 1 ]")
+
+
 @pytest.mark.slow("real command lines, one after the other")
 def test_the_commands_of_reference(shell, fashion):
     page = REFERENCE.replace("--device cpu", f"--device cpu {' '.join(fashion(100, 10))}")
@@ -134,7 +143,7 @@ def test_the_messages_of_the_scripts_are_in_the_tables_of_errors():
     pages = [(ROOT / f"docs/{name}.md").read_text() for name in ("errors", "multinode")]
     code = "".join((ROOT / script).read_text() for script in (*SCRIPTS, LONG_RUN))
     messages = """exists: continue with --resume|start it with torchrun|train_size|on rank 0, and|
-    give --rank and --world-size|weights are NaN or infinite|restarts need --resume|was made with"""
+    give --rank and --world-size|weights are NaN or infinite|restarts need --resume|the snapshot has"""
     for message in messages.replace("\n    ", "").split("|"):
         quoted = message.partition(": ")[0]
         assert message in code and quoted in "".join(pages), message
