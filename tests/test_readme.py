@@ -143,7 +143,8 @@ def test_the_messages_of_the_scripts_are_in_the_tables_of_errors():
     pages = [(ROOT / f"docs/{name}.md").read_text() for name in ("errors", "multinode")]
     code = "".join((ROOT / script).read_text() for script in (*SCRIPTS, LONG_RUN))
     messages = """exists: continue with --resume|start it with torchrun|train_size|on rank 0, and|
-    give --rank and --world-size|weights are NaN or infinite|restarts need --resume|the snapshot has"""
+    give --rank and --world-size|weights are NaN or infinite|restarts need --resume|
+    the snapshot has"""
     for message in messages.replace("\n    ", "").split("|"):
         quoted = message.partition(": ")[0]
         assert message in code and quoted in "".join(pages), message
