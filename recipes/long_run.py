@@ -1,0 +1,280 @@
+"""ddp_torchrun.py for a run of days, which should be fast and lose little if it is stopped.
+
+    torchrun --standalone --nproc_per_node=gpu recipes/long_run.py 50 10 --amp --accumulate 4
+
+A step takes --accumulate micro-batches of --batch-size samples from each process. To continue, add
+--resume: rank 0 reads the snapshot, and sends it to the others. One of 20 GB takes SIZE of memory
+in each process, and with NCCL 20 GB of each GPU. With --max-restarts=3, torchrun starts a job that
+has failed again (export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, because otherwise that may hang).
+"""
+
+import argparse
+import contextlib
+import datetime
+import itertools
+import math
+import os
+import signal
+import sys
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, Subset
+
+sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # has common/
+from common.data import DATASETS, load_dataset  # replace by your own
+from common.model import MODELS, build_model  # replace by your own
+from common.seed import set_seed
+
+MAY_DIFFER = {"data_dir", "snapshot_path", "num_workers", "local_rank"}  # between machines
+KEPT = ("dataset", "train_size", "momentum", "seed", "warm_up", "cosine")  # if it is resumed
+sigterm = threading.Event()  # set when SIGTERM has come, with --save-on-sigterm
+
+
+def ddp_setup(args):
+    """Connect this process with the others, and return its device."""
+    device = torch.device("cpu")
+    if args.device != "cpu":
+        device = torch.device(args.device, int(os.environ["LOCAL_RANK"]))  # from 0 on each machine
+        torch.accelerator.set_device_index(device.index)
+    dist.init_process_group(args.backend, timeout=datetime.timedelta(seconds=args.timeout))
+    return device
+
+
+def lr_factor(step, last_step, args):
+    """What --lr is multiplied by: it rises for --warm-up steps, and then falls with --cosine."""
+    if step <= args.warm_up:
+        return step / args.warm_up
+    progress = (step - 1 - args.warm_up) / (last_step - args.warm_up)
+    return 0.5 + 0.5 * math.cos(math.pi * progress) if args.cosine else 1.0
+
+
+def train_step(model, micro_batches, optimizer, device, args):
+    """Returns the mean loss of this rank's samples, and how many these are."""
+    samples = sum(len(targets) for _, targets in micro_batches)
+    mean_loss = torch.zeros((), device=device)
+    optimizer.zero_grad()
+    for number, (inputs, targets) in enumerate(micro_batches, start=1):
+        inputs = inputs.to(device, non_blocking=True)
+        targets = targets.to(device, non_blocking=True)
+        last = number == len(micro_batches)
+        with contextlib.nullcontext() if last else model.no_sync():  # the last one sends gradients
+            with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):
+                loss = F.cross_entropy(model(inputs), targets)  # your loss: a mean over the batch
+            loss = loss * len(targets) / samples  # its share, because the last one may be smaller
+            loss.backward()  # DDP averages the gradients over all ranks
+        mean_loss += loss.detach()
+    if args.clip > 0:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+    optimizer.step()
+    return mean_loss, samples
+
+
+@torch.no_grad()
+def evaluate(model, loader, device):
+    """Returns the sum of the losses of this rank's samples, and its correct answers."""
+    model.eval()
+    sums = torch.zeros(2, device=device)
+    for inputs, targets in loader:
+        inputs = inputs.to(device, non_blocking=True)
+        targets = targets.to(device, non_blocking=True)
+        outputs = model(inputs)
+        sums[0] += F.cross_entropy(outputs, targets) * len(targets)  # your loss
+        sums[1] += (outputs.argmax(dim=1) == targets).sum()  # your metric
+    return sums
+
+
+def save_snapshot(args, model, optimizer, step, epochs, samples_seen=0):
+    if not all(weight.isfinite().all() for weight in model.parameters()):
+        sys.exit("error: weights are NaN or infinite, so they are not saved: try a lower --lr")
+    if dist.get_rank() > 0:  # all ranks have these weights
+        return
+    snapshot = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epochs}
+    snapshot["samples_seen"] = samples_seen  # of the next epoch, by all ranks
+    snapshot["kept"] = {name: getattr(args, name) for name in KEPT}
+    torch.save(snapshot, f"{args.snapshot_path}.tmp")
+    os.replace(f"{args.snapshot_path}.tmp", args.snapshot_path)  # all or nothing, if it is killed
+    print(f"Step {step} | Training checkpoint saved at {args.snapshot_path}", flush=True)
+
+
+def load_snapshot(args, model, optimizer):
+    """Returns how many epochs are finished, and how many samples of the next one are."""
+    path, snapshots = args.snapshot_path, [{}]
+    error = None if args.train_size > 0 else "the training set has 0 samples"
+    if dist.get_rank() == 0 and os.path.exists(path):
+        if args.resume:
+            snapshots = [torch.load(path, map_location="cpu", weights_only=True)]
+            for name, value in snapshots[0].get("kept", {}).items():
+                if value != getattr(args, name):
+                    error = f"{path} was made with {name} {value}, not {getattr(args, name)}"
+        else:
+            error = f"{path} exists: continue with --resume, or delete it"
+    end_all_if(error, args)
+    dist.broadcast_object_list(snapshots)  # all ranks load what rank 0 has read
+    if snapshots[0]:
+        model.load_state_dict(snapshots[0]["model"])
+        optimizer.load_state_dict(snapshots[0]["optimizer"])
+    return snapshots[0].get("epoch", 0), snapshots[0].get("samples_seen", 0)
+
+
+def end_all_if(error, args):
+    """End all ranks with one line if one has an error, or other options or data than rank 0."""
+    ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, (error, vars(args)))
+    for rank, (error, options) in enumerate(ranks):
+        for name, value in ranks[0][1].items():
+            if name not in MAY_DIFFER and value != options[name]:
+                error = error or f"{name} is {value} on rank 0, and {options[name]} on rank {rank}"
+        if error:
+            sys.exit(f"error: {error}")
+
+
+def ignore_sigterm(worker_id):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which torchrun sends to workers, too
+
+
+def train(args, device):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.set_float32_matmul_precision("high")  # faster on GPUs, in TF32
+    set_seed(args.seed)
+    train_set, val_set = load_dataset(args.dataset, args.data_dir)  # your data
+    args.train_size, args.val_size = len(train_set), len(val_set)
+    sampler = DistributedSampler(train_set, seed=args.seed)  # equal shares: it may repeat samples
+    order = []  # this rank's samples of an epoch, or of what is left of it
+    val_shard = Subset(val_set, range(rank, len(val_set), world_size))  # each sample counts once
+    options = {"num_workers": args.num_workers, "pin_memory": device.type != "cpu"}
+    if args.num_workers > 0:  # spawned, because forked ones may hang beside the threads of NCCL
+        options |= {"persistent_workers": True, "multiprocessing_context": "spawn"}
+        options["worker_init_fn"] = ignore_sigterm
+    train_loader = DataLoader(train_set, args.batch_size, sampler=order, **options)
+    val_loader = DataLoader(val_shard, args.batch_size, **options)
+    model = build_model(args.model, args.dataset).to(device)  # your model
+    if args.sync_bn:
+        model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
+
+    first_epoch, samples_seen = load_snapshot(args, model, optimizer)
+    if rank == 0:
+        print(vars(args), flush=True)
+    print(f"[rank {rank} of {world_size}] on {device}, from epoch {first_epoch}", flush=True)
+    if args.compile:
+        model.compile(dynamic=False)  # in place, so that weights keep their names
+    model = DDP(model, gradient_as_bucket_view=True)  # a view saves a copy of the gradients
+
+    step_size = args.batch_size * args.accumulate  # samples of this rank
+    steps = math.ceil(sampler.num_samples / step_size)  # in an epoch
+    last_save = time.monotonic()
+    for epoch in range(first_epoch, args.total_epochs):
+        start = time.perf_counter()
+        set_seed(args.seed, rank, epoch)  # each rank's workers draw their own numbers
+        sampler.set_epoch(epoch)  # a new order in each epoch, the same on all ranks
+        done = samples_seen // world_size if epoch == first_epoch else 0  # samples of this rank
+        order[:] = list(sampler)[done:]
+        line = f"Epoch {epoch} | Batchsize: {args.batch_size}"
+        print(f"[GPU{rank}] {line} | Steps: {math.ceil(len(order) / step_size)}", flush=True)
+        step = epoch * steps + done // step_size  # counted over all epochs
+        loss_sum = torch.zeros((), device=device)
+        batches = iter(train_loader)
+        model.train()
+        while done < sampler.num_samples:
+            step += 1
+            lr = args.lr * lr_factor(step, args.total_epochs * steps, args)
+            for group in optimizer.param_groups:  # your schedule
+                group["lr"] = lr
+            set_seed(args.seed, rank, epoch, step)  # a run that is resumed here draws the same
+            micro_batches = list(itertools.islice(batches, args.accumulate))
+            loss, samples = train_step(model, micro_batches, optimizer, device, args)
+            loss_sum += loss * samples
+            done += samples
+            save, stop = step % args.save_steps == 0, False
+            if step % args.log_interval == 0:  # all ranks agree on whether to save and to stop
+                late = time.monotonic() - last_save > 60 * args.save_minutes
+                report = torch.tensor([loss / world_size, late, sigterm.is_set()], device=device)
+                dist.all_reduce(report)
+                loss, late, stop = report.tolist()
+                save = save or late or stop
+                if rank == 0:
+                    print(f"Step {step} | Loss: {loss:.4f} | lr: {lr:.4g}", flush=True)
+            if save and done < sampler.num_samples:
+                save_snapshot(args, model.module, optimizer, step, epoch, done * world_size)
+                last_save = time.monotonic()
+                if stop:
+                    print(f"[GPU{rank}] Stopped by SIGTERM: continue with --resume", flush=True)
+                    return
+        dist.all_reduce(loss_sum)
+        train_loss = loss_sum.item() / (len(order) * world_size)  # item() waits for the device
+        rate = len(order) * world_size / (time.perf_counter() - start)
+        if save or (epoch + 1) % args.save_every == 0 or epoch + 1 == args.total_epochs:
+            save_snapshot(args, model.module, optimizer, step, epoch + 1)
+            last_save = time.monotonic()
+        for buffer in model.buffers():  # such as BatchNorm's statistics: rank 0's for all
+            dist.broadcast(buffer, src=0)
+        with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):
+            sums = evaluate(model.module, val_loader, device)  # not through DDP: shards may differ
+        dist.all_reduce(sums)
+        val_loss, correct = sums.tolist()
+        losses = f"Train loss: {train_loss:.4f} | Val loss: {val_loss / len(val_set):.4f}"
+        accuracy = f"Accuracy: {correct:.0f}/{len(val_set)} ({correct / len(val_set):.2%})"
+        if rank == 0:
+            print(f"Epoch {epoch} | {losses} | {accuracy} | {rate:.0f} samples/s", flush=True)
+
+
+@record  # shows a rank's traceback in torchrun's report
+def main(args):
+    device = ddp_setup(args)
+    if args.save_on_sigterm:
+        signal.signal(signal.SIGTERM, lambda *_: sigterm.set())
+    train(args, device)  # returns, so that DDP is freed before its group ends
+    dist.destroy_process_group()
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(usage="%(prog)s [total_epochs] [save_every] [options]")
+    add = parser.add_argument
+    add("total_epochs", nargs="?", type=int, default=5, help="how many epochs to train")
+    add("save_every", nargs="?", type=int, default=1, help="epochs between two snapshots")
+    add("--batch-size", "--batch_size", type=int, default=32, help="samples of a micro-batch")
+    add("--lr", type=float, default=0.01, help="learning rate of SGD")
+    add("--momentum", type=float, default=0.9, help="momentum of SGD")
+    add("--dataset", choices=DATASETS, default="digits", help="digits needs no download")
+    add("--data-dir", default="data", help="where the others are, or are downloaded to")
+    add("--model", choices=MODELS, help="by default, the data set's own")
+    add("--seed", type=int, default=42, help="of weights, order and dropout")
+    add("--num-workers", type=int, default=0, help="processes that load data, per rank")
+    add("--accumulate", type=int, default=1, help="micro-batches per process and step")
+    add("--amp", action="store_true", help="mixed precision in bfloat16, without a GradScaler")
+    add("--clip", type=float, default=0.0, help="largest norm of a step's gradient (0: no limit)")
+    add("--warm-up", type=int, default=0, help="steps in which the learning rate rises to --lr")
+    add("--cosine", action="store_true", help="then it falls, and ends near 0")
+    add("--sync-bn", action="store_true", help="BatchNorm over all ranks; not on a CPU")
+    add("--compile", action="store_true", help="torch.compile: slow to start, then often faster")
+    add("--log-interval", type=int, default=100, help="steps between two lines with the loss")
+    add("--save-steps", type=int, default=1000, help="steps between two snapshots in an epoch")
+    add("--save-minutes", type=float, default=10, help="the same in minutes")
+    add("--save-on-sigterm", action="store_true", help="stop with a snapshot, within 30 seconds")
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    devices = [found.type, "cpu"] if found and found.type != "mps" else ["cpu"]  # MPS has no DDP
+    add("--device", choices=devices, default=devices[0])
+    add("--local-rank", "--local_rank", help=argparse.SUPPRESS)  # of torch.distributed.launch
+    add("--backend", help="by default nccl for CUDA and ROCm, xccl for XPU, gloo for CPUs")
+    add("--timeout", type=int, default=600, help="seconds that ranks wait for each other")
+    add("--snapshot-path", default="checkpoint.pt", help="the file to save")
+    add("--resume", action="store_true", help="continue from the snapshot, if it exists")
+    args = parser.parse_args()
+    args.backend = args.backend or dist.get_default_backend_for_device(args.device)
+    if "LOCAL_RANK" not in os.environ:
+        parser.error("start it with torchrun --nproc_per_node=gpu recipes/long_run.py")
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and (shared or not args.resume):
+        parser.error("restarts need --resume, and export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
+    os.makedirs(os.path.dirname(args.snapshot_path) or ".", exist_ok=True)
+    return args
+
+
+if __name__ == "__main__":
+    main(parse_args())
