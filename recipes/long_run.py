@@ -2,10 +2,10 @@
 
     torchrun --standalone --nproc_per_node=gpu recipes/long_run.py 50 10 --amp --accumulate 4
 
-A step takes --accumulate micro-batches of --batch-size samples from each process. To continue, add
---resume: rank 0 reads the snapshot, and sends it to the others. One of 20 GB takes SIZE of memory
-in each process, and with NCCL 20 GB of each GPU. With --max-restarts=3, torchrun starts a job that
-has failed again (export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, because otherwise that may hang).
+A step takes --accumulate micro-batches of --batch-size samples from each process. With --resume,
+rank 0 reads the snapshot and sends it to the others, with NCCL through the GPUs: one of 20 GB takes
+20 GB of memory in each process until it is loaded. To let torchrun restart a job that has failed,
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and add --max-restarts=3 for torchrun, and --resume.
 """
 
 import argparse
@@ -44,14 +44,6 @@ def ddp_setup(args):
         torch.accelerator.set_device_index(device.index)
     dist.init_process_group(args.backend, timeout=datetime.timedelta(seconds=args.timeout))
     return device
-
-
-def lr_factor(step, last_step, args):
-    """What --lr is multiplied by: it rises for --warm-up steps, and then falls with --cosine."""
-    if step <= args.warm_up:
-        return step / args.warm_up
-    progress = (step - 1 - args.warm_up) / (last_step - args.warm_up)
-    return 0.5 + 0.5 * math.cos(math.pi * progress) if args.cosine else 1.0
 
 
 def train_step(model, micro_batches, optimizer, device, args):
@@ -95,31 +87,39 @@ def save_snapshot(args, model, optimizer, step, epochs, samples_seen=0):
     if dist.get_rank() > 0:  # all ranks have these weights
         return
     snapshot = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epochs}
-    snapshot["samples_seen"] = samples_seen  # of the next epoch, by all ranks
-    snapshot["kept"] = {name: getattr(args, name) for name in KEPT}
+    snapshot |= {"samples_seen": samples_seen, "kept": {name: getattr(args, name) for name in KEPT}}
     torch.save(snapshot, f"{args.snapshot_path}.tmp")
     os.replace(f"{args.snapshot_path}.tmp", args.snapshot_path)  # all or nothing, if it is killed
-    print(f"Step {step} | Training checkpoint saved at {args.snapshot_path}", flush=True)
+    print(f"Step {step} | Training checkpoint saved at {args.snapshot_path}")
 
 
 def load_snapshot(args, model, optimizer):
     """Returns how many epochs are finished, and how many samples of the next one are."""
-    path, snapshots = args.snapshot_path, [{}]
+    path, snapshot = args.snapshot_path, {}
     error = None if args.train_size > 0 else "the training set has 0 samples"
     if dist.get_rank() == 0 and os.path.exists(path):
         if args.resume:
-            snapshots = [torch.load(path, map_location="cpu", weights_only=True)]
-            for name, value in snapshots[0].get("kept", {}).items():
+            snapshot = torch.load(path, map_location="cpu", weights_only=True)
+            for name, value in snapshot.get("kept", {}).items():
                 if value != getattr(args, name):
                     error = f"{path} was made with {name} {value}, not {getattr(args, name)}"
         else:
             error = f"{path} exists: continue with --resume, or delete it"
     end_all_if(error, args)
-    dist.broadcast_object_list(snapshots)  # all ranks load what rank 0 has read
-    if snapshots[0]:
-        model.load_state_dict(snapshots[0]["model"])
-        optimizer.load_state_dict(snapshots[0]["optimizer"])
-    return snapshots[0].get("epoch", 0), snapshots[0].get("samples_seen", 0)
+    snapshot = broadcast(snapshot)  # all ranks load what rank 0 has read
+    if snapshot:
+        model.load_state_dict(snapshot["model"])
+        optimizer.load_state_dict(snapshot["optimizer"])
+    return snapshot.get("epoch", 0), snapshot.get("samples_seen", 0)
+
+
+def broadcast(value):
+    """Returns rank 0's. A dictionary goes entry by entry: what goes takes four times its memory."""
+    sent = [dict.fromkeys(value) if isinstance(value, dict) else value]
+    dist.broadcast_object_list(sent)
+    if not isinstance(sent[0], dict):
+        return sent[0]
+    return {name: broadcast(value.get(name, {})) for name in sent[0]}
 
 
 def end_all_if(error, args):
@@ -159,39 +159,39 @@ def train(args, device):
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
 
     first_epoch, samples_seen = load_snapshot(args, model, optimizer)
-    if rank == 0:
-        print(vars(args), flush=True)
-    print(f"[rank {rank} of {world_size}] on {device}, from epoch {first_epoch}", flush=True)
+    print(f"[rank {rank} of {world_size}] on {device}, from epoch {first_epoch}")
     if args.compile:
         model.compile(dynamic=False)  # in place, so that weights keep their names
     model = DDP(model, gradient_as_bucket_view=True)  # a view saves a copy of the gradients
 
     step_size = args.batch_size * args.accumulate  # samples of this rank
     steps = math.ceil(sampler.num_samples / step_size)  # in an epoch
-    last_save = time.monotonic()
+    last_save, stop = time.monotonic(), False
     for epoch in range(first_epoch, args.total_epochs):
         start = time.perf_counter()
         set_seed(args.seed, rank, epoch)  # each rank's workers draw their own numbers
         sampler.set_epoch(epoch)  # a new order in each epoch, the same on all ranks
         done = samples_seen // world_size if epoch == first_epoch else 0  # samples of this rank
         order[:] = list(sampler)[done:]
-        line = f"Epoch {epoch} | Batchsize: {args.batch_size}"
-        print(f"[GPU{rank}] {line} | Steps: {math.ceil(len(order) / step_size)}", flush=True)
+        print(f"[GPU{rank}] Epoch {epoch} | Batchsize: {args.batch_size} | Steps: {steps}")
         step = epoch * steps + done // step_size  # counted over all epochs
         loss_sum = torch.zeros((), device=device)
         batches = iter(train_loader)
         model.train()
         while done < sampler.num_samples:
             step += 1
-            lr = args.lr * lr_factor(step, args.total_epochs * steps, args)
-            for group in optimizer.param_groups:  # your schedule
+            lr = args.lr * min(1.0, step / max(1, args.warm_up))  # your schedule
+            if args.cosine and step > args.warm_up:
+                progress = (step - 1 - args.warm_up) / (args.total_epochs * steps - args.warm_up)
+                lr *= 0.5 + 0.5 * math.cos(math.pi * progress)
+            for group in optimizer.param_groups:
                 group["lr"] = lr
             set_seed(args.seed, rank, epoch, step)  # a run that is resumed here draws the same
             micro_batches = list(itertools.islice(batches, args.accumulate))
             loss, samples = train_step(model, micro_batches, optimizer, device, args)
             loss_sum += loss * samples
             done += samples
-            save, stop = step % args.save_steps == 0, False
+            save = step % args.save_steps == 0
             if step % args.log_interval == 0:  # all ranks agree on whether to save and to stop
                 late = time.monotonic() - last_save > 60 * args.save_minutes
                 report = torch.tensor([loss / world_size, late, sigterm.is_set()], device=device)
@@ -199,12 +199,12 @@ def train(args, device):
                 loss, late, stop = report.tolist()
                 save = save or late or stop
                 if rank == 0:
-                    print(f"Step {step} | Loss: {loss:.4f} | lr: {lr:.4g}", flush=True)
+                    print(f"Epoch {epoch} | Step {step} | Loss: {loss:.4f} | lr: {lr:.4g}")
             if save and done < sampler.num_samples:
                 save_snapshot(args, model.module, optimizer, step, epoch, done * world_size)
                 last_save = time.monotonic()
                 if stop:
-                    print(f"[GPU{rank}] Stopped by SIGTERM: continue with --resume", flush=True)
+                    print(f"[GPU{rank}] Stopped by SIGTERM: continue with --resume")
                     return
         dist.all_reduce(loss_sum)
         train_loss = loss_sum.item() / (len(order) * world_size)  # item() waits for the device
@@ -221,7 +221,7 @@ def train(args, device):
         losses = f"Train loss: {train_loss:.4f} | Val loss: {val_loss / len(val_set):.4f}"
         accuracy = f"Accuracy: {correct:.0f}/{len(val_set)} ({correct / len(val_set):.2%})"
         if rank == 0:
-            print(f"Epoch {epoch} | {losses} | {accuracy} | {rate:.0f} samples/s", flush=True)
+            print(f"Epoch {epoch} | {losses} | {accuracy} | {rate:.0f} samples/s")
 
 
 @record  # shows a rank's traceback in torchrun's report
@@ -253,10 +253,10 @@ def parse_args():
     add("--cosine", action="store_true", help="then it falls, and ends near 0")
     add("--sync-bn", action="store_true", help="BatchNorm over all ranks; not on a CPU")
     add("--compile", action="store_true", help="torch.compile: slow to start, then often faster")
-    add("--log-interval", type=int, default=100, help="steps between two lines with the loss")
+    add("--log-interval", type=int, default=10, help="steps between two loss lines")
     add("--save-steps", type=int, default=1000, help="steps between two snapshots in an epoch")
-    add("--save-minutes", type=float, default=10, help="the same in minutes")
-    add("--save-on-sigterm", action="store_true", help="stop with a snapshot, within 30 seconds")
+    add("--save-minutes", type=float, default=10, help="the same in minutes, at a loss line")
+    add("--save-on-sigterm", action="store_true", help="save and stop, at the next loss line")
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     devices = [found.type, "cpu"] if found and found.type != "mps" else ["cpu"]  # MPS has no DDP
     add("--device", choices=devices, default=devices[0])
