@@ -212,7 +212,7 @@ def train(args, device):
         if save or (epoch + 1) % args.save_every == 0 or epoch + 1 == args.total_epochs:
             save_snapshot(args, model.module, optimizer, step, epoch + 1)
             last_save = time.monotonic()
-        for buffer in model.buffers():  # such as BatchNorm's statistics: rank 0's for all
+        for buffer in model.buffers():  # BatchNorm's statistics differ: take rank 0's
             dist.broadcast(buffer, src=0)
         with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):
             sums = evaluate(model.module, val_loader, device)  # not through DDP: shards may differ
@@ -229,7 +229,7 @@ def main(args):
     device = ddp_setup(args)
     if args.save_on_sigterm:
         signal.signal(signal.SIGTERM, lambda *_: sigterm.set())
-    train(args, device)  # returns, so that DDP is freed before its group ends
+    train(args, device)  # frees its DDP object on return, before the group ends
     dist.destroy_process_group()
 
 
