@@ -204,8 +204,7 @@ def train(args, device):
                 save_snapshot(args, model.module, optimizer, step, epoch, done * world_size)
                 last_save = time.monotonic()
                 if stop:
-                    print(f"[GPU{rank}] Stopped by SIGTERM: continue with --resume")
-                    return
+                    sys.exit(f"[GPU{rank}] Stopped by SIGTERM: continue with --resume")
         dist.all_reduce(loss_sum)
         train_loss = loss_sum.item() / (len(order) * world_size)  # item() waits for the device
         rate = len(order) * world_size / (time.perf_counter() - start)

@@ -3,17 +3,18 @@
 FAULTS=40 .venv/bin/pytest -m slow tests/test_long_run.py     (5 without the variable)
 """
 
-import contextlib
 import os
+import pickle
 import random
 import re
 import shutil
 import signal
-import sys
 import time
+from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,8 +26,8 @@ from helpers.ranks import start_server, train
 from test_faults import FAULTS, disk, strike  # noqa: F401 (disk is a fixture)
 from test_multinode import Nodes, hosts  # noqa: F401 (hosts is a fixture)
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.multiprocessing import ProcessRaisedException
-from torch.utils.data import DataLoader
+from torch.multiprocessing import ProcessExitedException
+from torch.utils.data import DataLoader, DistributedSampler
 
 from common.data import make_digits
 
@@ -92,10 +93,10 @@ def do(parse, monkeypatch, capsys):
             assert named["multiprocessing_context"] == "spawn" and named["persistent_workers"]
             start_server()
             named["multiprocessing_context"] = "forkserver"  # quicker than spawned ones
-        do.workers = named["num_workers"]
+        do.workers, do.order = named["num_workers"], named.get("sampler", do.order)
         return DataLoader(*given, **named)
 
-    do.module = parse()[0]
+    do.module, do.order = parse()[0], []
     return do
 
 
@@ -196,26 +197,18 @@ def test_an_option_is_in_force(do, tmp_path, option, values, seen, expected):
 
 
 def test_options_of_the_model_and_of_the_group(do, monkeypatch):
-    called = {}
-    for target, name in (
-        (torch.nn.SyncBatchNorm, "convert_sync_batchnorm"),
-        (torch.nn.Module, "compile"),
-        (dist, "init_process_group"),
-    ):
-        own = getattr(target, name)
-        spy = lambda *given, own=own, name=name, **named: (  # noqa: E731
-            called.update({name: (given, named)})
-            or (None if name == "compile" else own(*given, **named))
-        )
-        monkeypatch.setattr(target, name, spy)
-    do(1, *MLP)
-    assert called.keys() == {"init_process_group"}
-    Path("checkpoint.pt").unlink()
+    convert, compile = Mock(side_effect=lambda model: model), Mock()
+    join = Mock(wraps=dist.init_process_group)
+    monkeypatch.setattr(torch.nn.SyncBatchNorm, "convert_sync_batchnorm", convert)
+    monkeypatch.setattr(torch.nn.Module, "compile", compile)
+    monkeypatch.setattr(dist, "init_process_group", join)
+    do(1, *MLP, "--snapshot-path", "other.pt")
+    assert not convert.called and not compile.called
     job = do(1, "--model", "lenet", "--sync-bn", "--compile", "--timeout", 77, "--backend", "gloo")
     assert type(job.model).__name__ == "LeNet"
-    assert called["convert_sync_batchnorm"][0] == (job.model,) == called["compile"][0]
-    (backend,), named = called["init_process_group"]
-    assert backend == "gloo" and named["timeout"].total_seconds() == 77
+    convert.assert_called_once_with(job.model)
+    compile.assert_called_once_with(dynamic=False)
+    join.assert_called_with("gloo", timeout=timedelta(seconds=77))
 
 
 def test_every_option_is_tested_here_or_with_ddp_torchrun():
@@ -275,3 +268,280 @@ def test_compile_gives_the_same_losses_and_names(run, tmp_path, fashion):
     text = run(LAUNCH.format(1), *options, "--compile", TORCH_LOGS="graph_code", **env)
     assert STEP.findall(text) == STEP.findall(eager) and "TRACED GRAPH" in text
     assert difference(load(tmp_path / "checkpoint.pt"), load(tmp_path / "eager.pt")) < 1e-10
+
+
+# --- snapshots ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["mlp", "convnet"])
+def test_an_epoch_goes_on_in_the_middle_with_the_same_bytes(do, monkeypatch, model):
+    """Each snapshot is the last thing that a process does. The convnet has dropout.
+
+    An epoch has five steps. Of those of the whole run, every third is saved, and those at an
+    epoch's end once.
+    """
+    options = (3, "--model", model, "--batch-size", 4, "--accumulate", 2, "--warm-up", 2)
+    options += ("--cosine", "--clip", 0.5, "--save-steps", 3)
+    expected = do(*options, "--snapshot-path", "whole.pt")
+    assert expected.saved == [3, 5, 6, 9, 10, 12, 15]
+    save, found = do.module.save_snapshot, []
+
+    def stop(*given: object) -> None:
+        save(*given)
+        snapshot = load(Path("checkpoint.pt"))
+        found.append((snapshot["epoch"], snapshot["samples_seen"]))
+        if len(found) < 7:
+            raise ZeroDivisionError
+
+    monkeypatch.setattr(do.module, "save_snapshot", stop)
+    for _ in range(6):
+        with pytest.raises(ZeroDivisionError):
+            do(*options, "--resume")
+    text = do(*options, "--resume").text
+    assert found == [(0, 24), (1, 0), (1, 8), (1, 32), (2, 0), (2, 16), (3, 0)]
+    assert epochs(text)[-1]["val_loss"] == epochs(expected.text)[-1]["val_loss"]
+    assert same_bytes(load(Path("checkpoint.pt")), load(Path("whole.pt")))
+
+
+STOP = """@@ after its first save in mid-epoch, each rank ends
+                 save_snapshot(args, model.module, optimizer, step, epoch, done * world_size)
++                os._exit(0)
+"""
+
+
+def test_a_stop_in_mid_epoch_goes_on_at_any_world_size(tmp_path, fashion):
+    """A sample that is trained twice, or never, would show."""
+    script, data = tmp_path / "long_run.py", (1, *fashion(120, 10))
+    script.write_text(patched((ROOT / SCRIPT).read_text(), STOP))
+    options = (*data, "--resume", "--save-steps", 3, "--batch-size")
+    for processes, batch, seen in ((3, 4, 36), (1, 12, 72), (2, 6, 108), (4, 3, 0)):
+        train(tmp_path, script, processes, *options, batch, dtype="float64")
+        assert load(tmp_path / "checkpoint.pt")["samples_seen"] == seen
+    options = (*data, "--batch-size", 12, "--snapshot-path", "whole.pt")
+    train(tmp_path, "single_gpu.py", 1, *options, dtype="float64")
+    assert difference(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt")) < 1e-12
+
+
+@pytest.mark.parametrize("before", [1, 2, 3, 4])
+def test_no_sample_is_lost_where_other_ranks_go_on_in_mid_epoch(do, monkeypatch, before):
+    """Of 41 samples, those before the stop are the first of the epoch's order. The other ranks
+    begin where these end, or less than one sample a rank before that."""
+    shares = [DistributedSampler(range(41), before, rank, seed=42) for rank in range(before)]
+    done = [*chain(*zip(*shares, strict=True))][: 5 * before]
+    monkeypatch.setattr(do.module, "load_snapshot", lambda *_: (0, len(done)))
+    monkeypatch.setattr(do.module, "train_step", lambda *_: 1 / 0)
+    for world_size in (1, 2, 3, 4):
+        monkeypatch.setattr(dist, "get_world_size", lambda *_, size=world_size: size)
+        rest = []
+        for rank in range(world_size):
+            monkeypatch.setattr(dist, "get_rank", lambda *_, rank=rank: rank)
+            with pytest.raises(ZeroDivisionError):
+                do(1, *MLP, data=(41, 10))
+            rest += do.order
+        assert {*done, *rest} == {*range(41)}
+        assert len(done) + len(rest) < 41 + 2 * world_size
+
+
+def test_a_snapshot_is_sent_entry_by_entry(do, monkeypatch):
+    """What is sent takes four times its size for a moment, on each rank."""
+    do(1, *MLP)
+    sizes, broadcast = [], dist.broadcast_object_list
+
+    def look(objects: list) -> None:
+        sizes.append(len(pickle.dumps(objects)))
+        broadcast(objects)
+
+    monkeypatch.setattr(dist, "broadcast_object_list", look)
+    do(2, *MLP, "--resume")
+    largest = 4 * 784 * 512  # bytes of the first layer's weights
+    assert largest < max(sizes) < 1.01 * largest
+    assert Path("checkpoint.pt").stat().st_size == pytest.approx(sum(sizes), rel=0.02)
+
+
+def test_a_snapshot_of_the_five_scripts_and_one_for_them(do, tmp_path):
+    train(tmp_path, "single_gpu.py", 1, 1, "--batch-size", 8, *MLP, "--data-dir", "-")
+    job = do(2, *MLP, "--resume")
+    assert "from epoch 1\n" in job.text and job.saved == [10]
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def refused(do, *options: object, **more: object) -> str:
+    """The line that it ends with. The snapshot, if there is one, is as before."""
+    path = Path("checkpoint.pt")
+    before = path.exists() and path.read_bytes()
+    with pytest.raises(SystemExit) as caught:
+        do(*options, **more)
+    assert before == (path.exists() and path.read_bytes())
+    assert caught.value.code.startswith("error: ") and "\n" not in caught.value.code
+    return caught.value.code.removeprefix("error: ")
+
+
+def test_a_snapshot_that_exists_or_was_made_with_other_settings(do):
+    settings = {"dataset": ("mnist", "fashion-mnist"), "momentum": (0.5, 0.25), "seed": (7, 8)}
+    settings |= {"warm_up": (1, 2)}
+    for name, (then, now) in settings.items():
+        options = (1, *MLP, f"--{name}".replace("_", "-"))
+        do(*options, then)
+        line = f"checkpoint.pt was made with {name} {then}, not {now}"
+        assert refused(do, *options, now, "--resume") == line
+        line = "checkpoint.pt exists: continue with --resume, or delete it"
+        assert refused(do, *options, then) == line
+        Path("checkpoint.pt").unlink()
+    do(1, *MLP, "--cosine")
+    line = "checkpoint.pt was made with cosine True, not False"
+    assert refused(do, 1, *MLP, "--resume") == line
+
+
+def test_a_data_set_that_has_shrunk_or_is_empty(do):
+    do(1, *MLP)
+    line = "checkpoint.pt was made with train_size 40, not 39"
+    assert refused(do, 2, *MLP, "--resume", data=(39, 10)) == line
+    line = "the training set has 0 samples"
+    assert refused(do, 1, *MLP, "--snapshot-path", "other.pt", data=(0, 10)) == line
+
+
+def test_weights_that_are_nan_are_not_saved_in_mid_epoch(do, monkeypatch):
+    step = do.module.train_step
+
+    def spoil(model: torch.nn.Module, *given: object) -> tuple:
+        result = step(model, *given)
+        [*model.parameters()][-1].data[-1] = torch.inf
+        return result
+
+    do(1, *MLP)
+    monkeypatch.setattr(do.module, "train_step", spoil)
+    line = "weights are NaN or infinite, so they are not saved: try a lower --lr"
+    assert refused(do, 2, *MLP, "--resume", "--save-steps", 6) == line
+
+
+def test_a_rank_with_another_option_or_data_set(do, monkeypatch):
+    """All ranks end with the line of the first one that differs. Some options may differ."""
+
+    def line(*others: dict) -> str:
+        def all_gather_object(ranks: list, own: tuple) -> None:
+            ranks[:] = [(own[0], own[1] | other) for other in others]
+
+        monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
+        return refused(do, 1, *MLP)
+
+    assert line({}, {}, {"lr": 0.5}) == "lr is 0.01 on rank 0, and 0.5 on rank 2"
+    assert line({"train_size": 3}, {}) == "train_size is 3 on rank 0, and 40 on rank 1"
+    assert line({}, {"val_size": 3}) == "val_size is 10 on rank 0, and 3 on rank 1"
+    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
+        line({}, dict.fromkeys(do.module.MAY_DIFFER, "another"))
+
+
+def test_what_rank_0_refuses_all_ranks_say(tmp_path, fashion):
+    torch.save({}, tmp_path / "checkpoint.pt")
+    with pytest.raises(ProcessExitedException):
+        train(tmp_path, SCRIPT, 3, 1, *fashion(40, 4))
+    line = "error: checkpoint.pt exists: continue with --resume, or delete it\n"
+    assert [(tmp_path / f"output-{rank}").read_text() for rank in range(3)] == [line] * 3
+
+
+def test_restarts_that_would_hang_or_begin_anew(parse, monkeypatch, capsys):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    parse()  # no restarts
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    for shared, *options in (("True", "--resume"), ("False",)):
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shared)
+        with pytest.raises(SystemExit):
+            parse(*options)
+        assert "error: restarts need --resume, and export TORCH_" in capsys.readouterr().err
+    parse("--resume")
+
+
+# --- jobs by their command lines ------------------------------------------------------------------
+
+
+@pytest.mark.slow("a real torchrun")
+def test_a_stop_by_sigterm_saves_and_goes_on_with_the_same_bytes(start, tmp_path, fashion):
+    """With workers, which torchrun sends a SIGTERM, too."""
+    options = (1, *fashion(800, 10), "--batch-size", 8, "--log-interval", 1)
+    train(tmp_path, SCRIPT, 2, *options, "--snapshot-path", "whole.pt")
+    words = (*options, "--num-workers", 2, "--save-on-sigterm")
+    job = start(LAUNCH.format(2), *words, LADDER_SLOW="0:0.1")
+    job.wait_for(r"Epoch 0 \| Step 12 ")
+    os.kill(job.process.pid, signal.SIGTERM)
+    text = job.finish(1, seconds=25)
+    assert text.count("] Stopped by SIGTERM: continue with --resume\n") == 2
+    ((step, _),) = SAVED.findall(text)
+    assert int(step) in range(12, 20) and SCRIPT + '", line' not in text, text
+    stopped, whole = load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt")
+    assert stopped["samples_seen"] == 16 * int(step) and not same_bytes(stopped, whole)
+    train(tmp_path, SCRIPT, 2, *options, "--resume")
+    assert same_bytes(load(tmp_path / "checkpoint.pt"), whole)
+
+
+@pytest.mark.slow("a real torchrun")
+def test_a_killed_rank_is_restarted_and_goes_on_in_mid_epoch(start, tmp_path, fashion):
+    options = (2, *fashion(400, 10), "--batch-size", 8, "--log-interval", 1, "--save-steps", 5)
+    train(tmp_path, SCRIPT, 2, *options, "--snapshot-path", "whole.pt")
+    launch = LAUNCH.format("2 --max-restarts=1")
+    job = start(launch, *options, "--resume", LADDER_SLOW="0:0.05", **RESTARTS)
+    job.wait_for(r"^Step 30 \| Training")
+    os.kill(job.workers()[1], signal.SIGKILL)
+    text = job.finish()
+    assert text.count("] on cpu, from epoch 1\n") == 2
+    assert same_bytes(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt"))
+
+
+@pytest.mark.slow("five jobs by their real command lines, and as many resumed ones")
+@pytest.mark.parametrize("seed", range(int(os.environ.get("FAULTS", 5))))
+def test_the_same_bytes_after_a_random_fault(start, disk, tmp_path, record_property, seed):  # noqa: F811
+    """In mid-epoch nearly always, and with restarts if torchrun lives."""
+    draw = random.Random(seed)
+    kinds = [*FAULTS, *((name, whom) for name, _ in FAULTS[:3] for whom in ("rank", "parent"))]
+    (what, whom), seconds = draw.choice(kinds), draw.uniform(0, 4)
+    if (what, whom) == ("SIGKILL", "parent"):  # which leaves its ranks
+        whom = "all"
+    options = (5, "--dataset", "fashion-mnist", "--data-dir", idx_files(tmp_path, 1200, 10))
+    options += ("--model", "convnet", "--batch-size", 8, "--save-steps", 7, "--snapshot-path")
+    train(tmp_path, SCRIPT, 2, *options, tmp_path / "whole.pt")
+    options += (disk / "snapshot.pt", "--resume", *(["--save-on-sigterm"] if seed % 2 else []))
+    job = start(LAUNCH.format("2 --max-restarts=3"), *options, LADDER_SLOW="0:0.01", **RESTARTS)
+    job.wait_for("from epoch 0")
+    time.sleep(seconds)
+    strike(job, what, whom, draw, disk)
+    text = job.finish(None)  # and no process is left
+    record_property(f"{what} {whom}, {seconds:.2f} s", f"{text.count('saved')} snapshots before")
+    (disk / "filler").unlink(missing_ok=True)
+    train(tmp_path, SCRIPT, 2, *options)
+    snapshot = load(disk / "snapshot.pt")
+    assert snapshot["epoch"] == 5 and same_bytes(snapshot, load(tmp_path / "whole.pt"))
+    assert [path.name for path in disk.iterdir()] == ["snapshot.pt"]
+
+
+MEET = "torchrun --nnodes=2 --node_rank={} --master_addr={} " + SCRIPT
+
+
+@pytest.mark.slow("nodes in network namespaces")
+def test_two_machines_without_a_shared_disk(hosts, reference):  # noqa: F811
+    """Machine 1 alone is told to stop. Only machine 0 has the snapshot; other options end both."""
+    data, _, expected = reference
+    nodes = hosts(2)
+
+    def both(*options: object, second: tuple = (), status: int = 0, **env: object) -> list[str]:
+        jobs = []
+        for host, more in enumerate([(), second]):
+            launch = MEET.format(host, nodes.address(0))
+            words = (*data, "--batch-size", 4, "--accumulate", 3, *options, *more)
+            jobs.append(nodes.start(host, launch, *words, LADDER_DTYPE="float64", **env))
+        if env:
+            jobs[0].wait_for(r"Step 5 \|")
+            os.kill(jobs[1].process.pid, signal.SIGTERM)
+        return [job.finish(None if env else status) for job in jobs]
+
+    texts = both("--log-interval", 1, "--save-on-sigterm", LADDER_SLOW="0:1")
+    assert all("] Stopped by SIGTERM" in text for text in texts)
+    assert load(nodes.folder / "host0" / "checkpoint.pt")["samples_seen"] > 0
+    assert not (nodes.folder / "host1" / "checkpoint.pt").exists()
+    for option, line in ((("--lr", 0.5), "lr is 0.01 on rank 0, and 0.5 on rank 1"),):
+        for text in both("--resume", second=option, status=1):
+            assert f"error: {line}\n" in text
+    texts = both(second=("--resume",), status=1)
+    assert all("error: checkpoint.pt exists: continue" in text for text in texts)
+    assert "from epoch 1\n" in both("--resume")[1]
+    assert difference(load(nodes.folder / "host0" / "checkpoint.pt"), expected) < 1e-12
