@@ -166,7 +166,8 @@ def train(args, device):
 
     step_size = args.batch_size * args.accumulate  # samples of this rank
     steps = math.ceil(sampler.num_samples / step_size)  # in an epoch
-    last_save, stop = time.monotonic(), False
+    last_save = time.monotonic()
+    stop = False
     for epoch in range(first_epoch, args.total_epochs):
         start = time.perf_counter()
         set_seed(args.seed, rank, epoch)  # each rank's workers draw their own numbers

@@ -1,4 +1,4 @@
-"""slurm/ddp_torchrun.sbatch, and srun with multinode.py, on a real Slurm with two nodes."""
+"""slurm/train.sbatch, and srun with multinode.py, on a real Slurm with two nodes."""
 
 import os
 import re
@@ -12,14 +12,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers.files import difference, idx_files, load, patched
+from helpers.files import difference, idx_files, load
 from helpers.hosts import Hosts, require, requirements, run
 from helpers.jobs import ROOT, SITE, epochs
 from helpers.ranks import train
 
 pytestmark = pytest.mark.xdist_group("slurm")  # one cluster, so one process
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sinfo", "sbatch", "srun", "scancel", "scontrol")
-BATCH = ROOT / "slurm" / "ddp_torchrun.sbatch"
+BATCH = ROOT / "slurm" / "train.sbatch"
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 ENVIRONMENT = {"LADDER_DTYPE": "float64", "PATH": PATH, "PYTHONPATH": SITE, "PYTHONUNBUFFERED": ""}
 CONF = """\
@@ -105,7 +105,7 @@ def slurm():
 @pytest.mark.timeout(600)
 @pytest.mark.slow("a Slurm cluster, and a real job that is started three times")
 def test_the_batch_script_goes_on_after_its_time_and_after_pre_emption(slurm, tmp_path):
-    """Its time is up before it has saved, so it waits. Then a job of higher priority comes."""
+    """Its time is up. Then a job of higher priority comes. It saves in mid-epoch each time."""
     output = tmp_path / "job.out"
 
     def said(pattern: str) -> bool:
@@ -121,14 +121,14 @@ def test_the_batch_script_goes_on_after_its_time_and_after_pre_emption(slurm, tm
     data = ("--dataset", "fashion-mnist", "--data-dir", idx_files(tmp_path / "data", 2_400, 10))
     options = (2, *data, "--log-interval", 1)
     placed = ("--parsable", f"--chdir={tmp_path}", f"--output={output}", "--cpus-per-task=2")
-    env = {**ENVIRONMENT, "SCRIPT": ROOT / "ddp_torchrun.py", "OMP_NUM_THREADS": ""}
+    env = {**ENVIRONMENT, "SCRIPT": ROOT / "recipes/long_run.py", "OMP_NUM_THREADS": ""}
     env |= {"LADDER_SLOW": "1:0.1"}  # scancel and scontrol take their time, too
-    own = ("--batch-size", 6, "--save-steps", 40)
+    own = ("--batch-size", 6, "--save-on-sigterm")
     job = slurm.call("sbatch", *placed, "--gpus-per-node=2", BATCH, *options, *own, **env).strip()
     wait_for(lambda: said(r"Epoch 0 \| Step 3 "))
     slurm.call("scancel", "--batch", "--signal=USR1", job)
     start_again(1)
-    wait_for(lambda: said(r"Epoch 1 \| Step 143 "))
+    wait_for(lambda: said(r"Epoch 1 \| Step 123 "))
     urgent = ("--partition=urgent", "--nodes=2", "--cpus-per-task=4", "--output=/dev/null")
     slurm.call("sbatch", *urgent, "--wrap=true")
     start_again(2)
@@ -136,7 +136,8 @@ def test_the_batch_script_goes_on_after_its_time_and_after_pre_emption(slurm, tm
     text = output.read_text()
     for rank in range(4):  # two on each node
         assert text.count(f"[rank {rank} of 4] cpu") == 3, text
-    assert re.findall("^Resuming training from snapshot at Epoch (.)", text, re.M) == ["0", "1"]
+    assert re.findall("^.rank 0 of 4. on cpu, from epoch (.)", text, re.M) == ["0", "0", "1"]
+    assert text.count("] Stopped by SIGTERM") == 8
     assert [line["epoch"] for line in epochs(text)] == [0, 1]
     train(tmp_path, "single_gpu.py", 1, *options, "--batch-size", 24, dtype="float64")
     own = load(tmp_path / f"checkpoint-{job}.pt")
@@ -145,32 +146,34 @@ def test_the_batch_script_goes_on_after_its_time_and_after_pre_emption(slurm, tm
 
 @pytest.mark.timeout(600)
 @pytest.mark.slow("a Slurm cluster, and three real jobs")
-def test_without_a_snapshot_a_job_is_stopped_and_requeued_if_it_has_saved(slurm, tmp_path):
-    """Two jobs of an array save when they are stopped, but only the second is. A third cannot."""
-    saves = patched(
-        (ROOT / "ddp_torchrun.py").read_text(), (ROOT / "recipes/stop.diff").read_text()
-    )
-    (tmp_path / "train.py").write_text(saves)
-    env = {**ENVIRONMENT, "PYTHONPATH": f"{SITE}:{ROOT}", "LADDER_SLOW": "0"}
+def test_a_job_is_requeued_if_it_has_saved_and_not_restarted_if_it_fails(slurm, tmp_path):
+    """Two jobs of an array save when they are stopped, but only the second is. ddp_torchrun.py
+    cannot save then, and a snapshot that is refused ends a job for good."""
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    env = {**ENVIRONMENT, "LADDER_SLOW": "0", "LADDER_DTYPE": ""}
     placed = ("--parsable", f"--chdir={tmp_path}", "--nodes=1", "--cpus-per-task=2")
     placed += ("--gpus-per-node=1", f"--output={tmp_path}/%j.out")
-    sbatch = lambda script, *more: slurm.call(  # noqa: E731
-        "sbatch", *placed, *more, BATCH, "--log-interval", 1, SCRIPT=script, **env
-    ).strip()
-    other = sbatch(ROOT / "ddp_torchrun.py")
-    array = sbatch("train.py", "--array=1-2", f"--output={tmp_path}/array-%a.out")
+    sbatch = lambda *words, **more: slurm.call("sbatch", *placed, *words, **env, **more).strip()  # noqa: E731
+    state = lambda job: re.search(r"JobState=(\S+)", slurm.call("scontrol", "show", "job", job))[1]  # noqa: E731
+    other = sbatch(BATCH, 9, SCRIPT=ROOT / "ddp_torchrun.py")
+    array = sbatch("--array=1-2", f"--output={tmp_path}/array-%a.out", BATCH, "--log-interval", 1)
     outputs = [tmp_path / f"{name}.out" for name in (other, "array-1", "array-2")]
     said = lambda what: [o.exists() and what in o.read_text() for o in outputs]  # noqa: E731
-    wait_for(lambda: all(said("Epoch 0 | Step 2 ")))
+    wait_for(lambda: said("Epoch 0 | Step 2 ")[1:] == [True] * 2 and said("Epoch 0 | B")[0])
     for job in (other, f"{array}_2"):
         slurm.call("scancel", "--batch", "--signal=USR1", job)
     slurm.wait(f"{array}_2", "PENDING")
     slurm.wait(f"{array}_1", "RUNNING")
-    wait_for(lambda: "JobState=FAILED" in slurm.call("scontrol", "show", "job", other))
+    wait_for(lambda: state(other) == "FAILED")
     assert said(f"not requeued: checkpoint-{other}.pt was not saved") == [True, False, False]
-    assert load(tmp_path / f"checkpoint-{array}_2.pt")["args"]["seed"] == "2"
+    snapshot = tmp_path / f"checkpoint-{array}_2.pt"
+    assert load(snapshot)["kept"]["seed"] == 2
     assert not (tmp_path / f"checkpoint-{array}_1.pt").exists()
     slurm.call("scancel", array)
+    refused = sbatch(BATCH, SNAPSHOT=snapshot)  # with seed 42
+    wait_for(lambda: state(refused) == "FAILED")
+    text = (tmp_path / f"{refused}.out").read_text()
+    assert text.count(f"error: {snapshot} was made with seed 2, not 42\n") == 1
 
 
 @pytest.mark.slow("a Slurm cluster, and a real job")
@@ -203,7 +206,10 @@ ARRAY = {"SLURM_GPUS_ON_NODE": "8", "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK
     ("given", "arguments"),
     [
         ({"SLURM_GPUS_ON_NODE": "8"}, "--snapshot-path=checkpoint-7.pt --resume 50"),
-        ({"CPU_PROCESSES": "8", "SNAPSHOT": "a.pt"}, "--snapshot-path=a.pt --resume 50"),
+        (
+            {"CPU_PROCESSES": "8", "SNAPSHOT": "a.pt", "SCRIPT": "train.py"},
+            "--snapshot-path=a.pt --resume 50",
+        ),
         (ARRAY, "--snapshot-path=checkpoint-5_3.pt --resume --seed=3 50"),
         ({**ARRAY, "SNAPSHOT": "a.pt"}, "--snapshot-path=a.pt.3 --resume --seed=3 50"),
         ({}, "Slurm gave this job no GPUs: ask for --gpus-per-node"),
@@ -218,7 +224,7 @@ def test_what_the_batch_script_starts(tmp_path, given, arguments):
     for name, line in (("scontrol", "echo a; echo b"), ("srun", 'echo "$*"; env')):
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{line}\n")
         (tmp_path / name).chmod(0o755)
-    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SCRIPT": "train.py", **given}
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **given}
     env |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "[a-b]", "SLURM_JOB_NUM_NODES": "2"}
     env |= {"SLURM_CPUS_PER_TASK": "16"}
     both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -228,8 +234,9 @@ def test_what_the_batch_script_starts(tmp_path, given, arguments):
     if not exported:
         assert arguments in first and done.returncode > 0
         return
-    assert " torchrun --nnodes=2 --nproc_per_node=8 --max-restarts=3 --rdzv_id=7 " in first
+    assert " torchrun --nnodes=2 --nproc_per_node=8 --max-restarts=0 --rdzv_id=7 " in first
     assert " --rdzv_backend=c10d --rdzv_endpoint=a:10007 " in first
-    assert first.endswith(f" train.py {arguments}")
+    program = given.get("SCRIPT", "recipes/long_run.py --save-on-sigterm")
+    assert first.endswith(f" {program} {arguments}")
     assert {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", "SRUN_CPUS_PER_TASK=16"} <= {*exported}
     assert not [line for line in exported if line.startswith("OMP_NUM_THREADS=")]
