@@ -4,8 +4,8 @@
 
 A step takes --accumulate micro-batches of --batch-size samples from each process. With --resume,
 rank 0 reads the snapshot and sends it to the others, with NCCL through the GPUs: one of 20 GB takes
-20 GB of memory in each process until it is loaded. To let torchrun restart a job that has failed,
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and add --max-restarts=3 for torchrun, and --resume.
+20 GB of memory in each process until it is loaded. With --save-on-sigterm, a job that is stopped
+saves first, at the next loss line. torchrun waits for that for 30 s, also where a rank has failed.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from common.model import MODELS, build_model  # replace by your own
 from common.seed import set_seed
 
 MAY_DIFFER = {"data_dir", "snapshot_path", "num_workers", "local_rank"}  # between machines
-KEPT = ("dataset", "train_size", "momentum", "seed", "warm_up", "cosine")  # if it is resumed
+KEPT = ("dataset", "train_size", "momentum", "seed", "warm_up", "cosine")  # by --resume
 sigterm = threading.Event()  # set when SIGTERM has come, with --save-on-sigterm
 
 
