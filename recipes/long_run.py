@@ -3,9 +3,8 @@
     torchrun --standalone --nproc_per_node=gpu recipes/long_run.py 50 10 --amp --accumulate 4
 
 A step takes --accumulate micro-batches of --batch-size samples from each process. With --resume,
-rank 0 reads the snapshot and sends it to the others, with NCCL through the GPUs: one of 20 GB takes
-20 GB of memory in each process until it is loaded. With --save-on-sigterm, a job that is stopped
-saves first, at the next loss line. torchrun waits for that for 30 s, also where a rank has failed.
+rank 0 sends its snapshot to all: four times its size in each process, and once on each GPU. A stop
+with --save-on-sigterm saves at the next loss line, within the 30 s that torchrun gives it.
 """
 
 import argparse
@@ -16,7 +15,6 @@ import math
 import os
 import signal
 import sys
-import threading
 import time
 
 import torch
@@ -31,9 +29,17 @@ from common.data import DATASETS, load_dataset  # replace by your own
 from common.model import MODELS, build_model  # replace by your own
 from common.seed import set_seed
 
-MAY_DIFFER = {"data_dir", "snapshot_path", "num_workers", "local_rank"}  # between machines
-KEPT = ("dataset", "train_size", "momentum", "seed", "warm_up", "cosine")  # by --resume
-sigterm = threading.Event()  # set when SIGTERM has come, with --save-on-sigterm
+MAY_DIFFER = {"data_dir", "snapshot_path", "num_workers"}  # between machines
+KEPT = ("dataset", "train_size", "momentum", "seed", "warm_up", "cosine")  # if it is resumed
+sigterm = []  # has an entry when SIGTERM has come, with --save-on-sigterm
+
+
+class ResumableSampler(DistributedSampler):  # leaves out what this rank had done before a stop
+    def __iter__(self):
+        return itertools.islice(super().__iter__(), self.start, None)
+
+    def __len__(self):
+        return self.num_samples - self.start
 
 
 def ddp_setup(args):
@@ -46,8 +52,17 @@ def ddp_setup(args):
     return device
 
 
+def learning_rate(step, last_step, args):
+    """It rises to --lr for --warm-up steps, and then stays there, or falls with --cosine."""
+    if step <= args.warm_up:
+        return args.lr * step / args.warm_up
+    progress = (step - 1 - args.warm_up) / (last_step - args.warm_up)
+    return args.lr * (0.5 + 0.5 * math.cos(math.pi * progress)) if args.cosine else args.lr
+
+
 def train_step(model, micro_batches, optimizer, device, args):
     """Returns the mean loss of this rank's samples, and how many these are."""
+    model.train()
     samples = sum(len(targets) for _, targets in micro_batches)
     mean_loss = torch.zeros((), device=device)
     optimizer.zero_grad()
@@ -58,7 +73,7 @@ def train_step(model, micro_batches, optimizer, device, args):
         with contextlib.nullcontext() if last else model.no_sync():  # the last one sends gradients
             with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):
                 loss = F.cross_entropy(model(inputs), targets)  # your loss: a mean over the batch
-            loss = loss * len(targets) / samples  # its share, because the last one may be smaller
+            loss = loss * len(targets) / samples  # its share of the step, also of a smaller rest
             loss.backward()  # DDP averages the gradients over all ranks
         mean_loss += loss.detach()
     if args.clip > 0:
@@ -90,52 +105,37 @@ def save_snapshot(args, model, optimizer, step, epochs, samples_seen=0):
     snapshot |= {"samples_seen": samples_seen, "kept": {name: getattr(args, name) for name in KEPT}}
     torch.save(snapshot, f"{args.snapshot_path}.tmp")
     os.replace(f"{args.snapshot_path}.tmp", args.snapshot_path)  # all or nothing, if it is killed
-    print(f"Step {step} | Training checkpoint saved at {args.snapshot_path}")
+    print(f"Step {step} | Training checkpoint saved at {args.snapshot_path}", flush=True)
 
 
 def load_snapshot(args, model, optimizer):
     """Returns how many epochs are finished, and how many samples of the next one are."""
-    path, snapshot = args.snapshot_path, {}
-    error = None if args.train_size > 0 else "the training set has 0 samples"
-    if dist.get_rank() == 0 and os.path.exists(path):
-        if args.resume:
-            snapshot = torch.load(path, map_location="cpu", weights_only=True)
-            for name, value in snapshot.get("kept", {}).items():
-                if value != getattr(args, name):
-                    error = f"{path} was made with {name} {value}, not {getattr(args, name)}"
-        else:
-            error = f"{path} exists: continue with --resume, or delete it"
-    end_all_if(error, args)
-    snapshot = broadcast(snapshot)  # all ranks load what rank 0 has read
-    if snapshot:
-        model.load_state_dict(snapshot["model"])
-        optimizer.load_state_dict(snapshot["optimizer"])
-    return snapshot.get("epoch", 0), snapshot.get("samples_seen", 0)
+    snapshots = [None]
+    if dist.get_rank() == 0 and args.resume and os.path.exists(args.snapshot_path):
+        snapshots = [torch.load(args.snapshot_path, map_location="cpu", weights_only=True)]
+        for name, value in snapshots[0].get("kept", {}).items():
+            if value != getattr(args, name):
+                sys.exit(f"error: the snapshot has {name} {value}, not {getattr(args, name)}")
+    dist.broadcast_object_list(snapshots)  # all ranks load what rank 0 has read
+    if snapshots[0] is None:
+        return 0, 0
+    model.load_state_dict(snapshots[0]["model"])
+    optimizer.load_state_dict(snapshots[0]["optimizer"])
+    return snapshots[0]["epoch"], snapshots[0].get("samples_seen", 0)
 
 
-def broadcast(value):
-    """Returns rank 0's. A dictionary goes entry by entry: what goes takes four times its memory."""
-    sent = [dict.fromkeys(value) if isinstance(value, dict) else value]
-    dist.broadcast_object_list(sent)
-    if not isinstance(sent[0], dict):
-        return sent[0]
-    return {name: broadcast(value.get(name, {})) for name in sent[0]}
-
-
-def end_all_if(error, args):
-    """End all ranks with one line if one has an error, or other options or data than rank 0."""
+def same_on_all_ranks(args):
+    """End all ranks with one line, if a machine was given other options or other data."""
     ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, (error, vars(args)))
-    for rank, (error, options) in enumerate(ranks):
-        for name, value in ranks[0][1].items():
-            if name not in MAY_DIFFER and value != options[name]:
-                error = error or f"{name} is {value} on rank 0, and {options[name]} on rank {rank}"
-        if error:
-            sys.exit(f"error: {error}")
+    dist.all_gather_object(ranks, vars(args))
+    for rank, other in enumerate(ranks):
+        for name, value in ranks[0].items():
+            if name not in MAY_DIFFER and other[name] != value:
+                sys.exit(f"error: {name} is {value} on rank 0, and {other[name]} on rank {rank}")
 
 
 def ignore_sigterm(worker_id):
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which torchrun sends to workers, too
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to workers, too
 
 
 def train(args, device):
@@ -143,15 +143,17 @@ def train(args, device):
     torch.set_float32_matmul_precision("high")  # faster on GPUs, in TF32
     set_seed(args.seed)
     train_set, val_set = load_dataset(args.dataset, args.data_dir)  # your data
+    if len(train_set) == 0:
+        sys.exit("error: the training set has no samples")
     args.train_size, args.val_size = len(train_set), len(val_set)
-    sampler = DistributedSampler(train_set, seed=args.seed)  # equal shares: it may repeat samples
-    order = []  # this rank's samples of an epoch, or of what is left of it
+    same_on_all_ranks(args)
+    sampler = ResumableSampler(train_set, seed=args.seed)  # equal shares: it may repeat samples
     val_shard = Subset(val_set, range(rank, len(val_set), world_size))  # each sample counts once
     options = {"num_workers": args.num_workers, "pin_memory": device.type != "cpu"}
     if args.num_workers > 0:  # spawned, because forked ones may hang beside the threads of NCCL
         options |= {"persistent_workers": True, "multiprocessing_context": "spawn"}
-        options["worker_init_fn"] = ignore_sigterm
-    train_loader = DataLoader(train_set, args.batch_size, sampler=order, **options)
+        options["worker_init_fn"] = ignore_sigterm if args.save_on_sigterm else None
+    train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, **options)
     val_loader = DataLoader(val_shard, args.batch_size, **options)
     model = build_model(args.model, args.dataset).to(device)  # your model
     if args.sync_bn:
@@ -159,76 +161,73 @@ def train(args, device):
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
 
     first_epoch, samples_seen = load_snapshot(args, model, optimizer)
-    print(f"[rank {rank} of {world_size}] on {device}, from epoch {first_epoch}")
+    print(f"[rank {rank} of {world_size}] on {device}, from epoch {first_epoch}", flush=True)
     if args.compile:
         model.compile(dynamic=False)  # in place, so that weights keep their names
     model = DDP(model, gradient_as_bucket_view=True)  # a view saves a copy of the gradients
-
     step_size = args.batch_size * args.accumulate  # samples of this rank
     steps = math.ceil(sampler.num_samples / step_size)  # in an epoch
-    last_save = time.monotonic()
-    stop = False
+    last_save, stop = time.monotonic(), False
     for epoch in range(first_epoch, args.total_epochs):
         start = time.perf_counter()
         set_seed(args.seed, rank, epoch)  # each rank's workers draw their own numbers
         sampler.set_epoch(epoch)  # a new order in each epoch, the same on all ranks
-        done = samples_seen // world_size if epoch == first_epoch else 0  # samples of this rank
-        order[:] = list(sampler)[done:]
-        print(f"[GPU{rank}] Epoch {epoch} | Batchsize: {args.batch_size} | Steps: {steps}")
-        step = epoch * steps + done // step_size  # counted over all epochs
+        sampler.start = samples_seen // world_size if epoch == first_epoch else 0
+        line = f"Epoch {epoch} | Batchsize: {args.batch_size} | Steps: {steps}"
+        print(f"[GPU{rank}] {line}", flush=True)
         loss_sum = torch.zeros((), device=device)
+        done = sampler.start  # samples of this rank
+        step = epoch * steps + done // step_size  # counted over all epochs
         batches = iter(train_loader)
-        model.train()
-        while done < sampler.num_samples:
+        while done < sampler.num_samples and not stop:
             step += 1
-            lr = args.lr * min(1.0, step / max(1, args.warm_up))  # your schedule
-            if args.cosine and step > args.warm_up:
-                progress = (step - 1 - args.warm_up) / (args.total_epochs * steps - args.warm_up)
-                lr *= 0.5 + 0.5 * math.cos(math.pi * progress)
-            for group in optimizer.param_groups:
-                group["lr"] = lr
             set_seed(args.seed, rank, epoch, step)  # a run that is resumed here draws the same
+            lr = learning_rate(step, args.total_epochs * steps, args)
+            for group in optimizer.param_groups:  # your schedule
+                group["lr"] = lr
             micro_batches = list(itertools.islice(batches, args.accumulate))
             loss, samples = train_step(model, micro_batches, optimizer, device, args)
             loss_sum += loss * samples
             done += samples
             save = step % args.save_steps == 0
-            if step % args.log_interval == 0:  # all ranks agree on whether to save and to stop
-                late = time.monotonic() - last_save > 60 * args.save_minutes
-                report = torch.tensor([loss / world_size, late, sigterm.is_set()], device=device)
-                dist.all_reduce(report)
-                loss, late, stop = report.tolist()
-                save = save or late or stop
+            if step % args.log_interval == 0:
+                dist.all_reduce(loss)
                 if rank == 0:
-                    print(f"Epoch {epoch} | Step {step} | Loss: {loss:.4f} | lr: {lr:.4g}")
+                    line = f"Epoch {epoch} | Step {step} | Loss: {loss.item() / world_size:.4f}"
+                    print(f"{line} | lr: {lr:.4g}", flush=True)
+                late = time.monotonic() - last_save > 60 * args.save_minutes
+                reasons = torch.tensor([late, len(sigterm) > 0], device=device).float()
+                dist.all_reduce(reasons)  # so that all ranks save, or stop, after the same step
+                late, stop = (reasons > 0).tolist()
+                save = save or late or stop
             if save and done < sampler.num_samples:
                 save_snapshot(args, model.module, optimizer, step, epoch, done * world_size)
                 last_save = time.monotonic()
-                if stop:
-                    sys.exit(f"[GPU{rank}] Stopped by SIGTERM: continue with --resume")
+        if done < sampler.num_samples:
+            sys.exit("stopped by SIGTERM: continue with --resume")
         dist.all_reduce(loss_sum)
-        train_loss = loss_sum.item() / (len(order) * world_size)  # item() waits for the device
-        rate = len(order) * world_size / (time.perf_counter() - start)
+        train_loss = loss_sum.item() / (len(sampler) * world_size)  # item() waits for the device
+        rate = len(sampler) * world_size / (time.perf_counter() - start)
         if save or (epoch + 1) % args.save_every == 0 or epoch + 1 == args.total_epochs:
             save_snapshot(args, model.module, optimizer, step, epoch + 1)
             last_save = time.monotonic()
-        for buffer in model.buffers():  # BatchNorm's statistics differ: take rank 0's
+        for buffer in model.buffers():  # BatchNorm's differ after the last step: take rank 0's
             dist.broadcast(buffer, src=0)
         with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):
-            sums = evaluate(model.module, val_loader, device)  # not through DDP: shards may differ
+            sums = evaluate(model.module, val_loader, device)  # through DDP, uneven shards may hang
         dist.all_reduce(sums)
         val_loss, correct = sums.tolist()
-        losses = f"Train loss: {train_loss:.4f} | Val loss: {val_loss / len(val_set):.4f}"
-        accuracy = f"Accuracy: {correct:.0f}/{len(val_set)} ({correct / len(val_set):.2%})"
         if rank == 0:
-            print(f"Epoch {epoch} | {losses} | {accuracy} | {rate:.0f} samples/s")
+            losses = f"Train loss: {train_loss:.4f} | Val loss: {val_loss / len(val_set):.4f}"
+            accuracy = f"Accuracy: {correct:.0f}/{len(val_set)} ({correct / len(val_set):.2%})"
+            print(f"Epoch {epoch} | {losses} | {accuracy} | {rate:.0f} samples/s", flush=True)
 
 
 @record  # shows a rank's traceback in torchrun's report
 def main(args):
     device = ddp_setup(args)
     if args.save_on_sigterm:
-        signal.signal(signal.SIGTERM, lambda *_: sigterm.set())
+        signal.signal(signal.SIGTERM, lambda *_: sigterm.append(True))
     train(args, device)  # frees its DDP object on return, before the group ends
     dist.destroy_process_group()
 
@@ -260,7 +259,6 @@ def parse_args():
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     devices = [found.type, "cpu"] if found and found.type != "mps" else ["cpu"]  # MPS has no DDP
     add("--device", choices=devices, default=devices[0])
-    add("--local-rank", "--local_rank", help=argparse.SUPPRESS)  # of torch.distributed.launch
     add("--backend", help="by default nccl for CUDA and ROCm, xccl for XPU, gloo for CPUs")
     add("--timeout", type=int, default=600, help="seconds that ranks wait for each other")
     add("--snapshot-path", default="checkpoint.pt", help="the file to save")
@@ -269,7 +267,9 @@ def parse_args():
     args.backend = args.backend or dist.get_default_backend_for_device(args.device)
     if "LOCAL_RANK" not in os.environ:
         parser.error("start it with torchrun --nproc_per_node=gpu recipes/long_run.py")
-    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if os.environ["RANK"] == "0" and os.path.exists(args.snapshot_path) and not args.resume:
+        parser.error(f"{args.snapshot_path} exists: continue with --resume, or delete it")
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun has kept its store
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and (shared or not args.resume):
         parser.error("restarts need --resume, and export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
     os.makedirs(os.path.dirname(args.snapshot_path) or ".", exist_ok=True)
