@@ -29,7 +29,7 @@ from common.data import DATASETS, load_dataset  # replace by your own
 from common.model import MODELS, build_model  # replace by your own
 from common.seed import set_seed
 
-MAY_DIFFER = {"data_dir", "snapshot_path", "num_workers"}  # between machines
+MAY_DIFFER = {"data_dir", "snapshot_path", "num_workers", "local_rank"}  # between machines
 KEPT = ("dataset", "train_size", "momentum", "seed", "warm_up", "cosine")  # if it is resumed
 sigterm = []  # has an entry when SIGTERM has come, with --save-on-sigterm
 
@@ -172,11 +172,10 @@ def train(args, device):
         start = time.perf_counter()
         set_seed(args.seed, rank, epoch)  # each rank's workers draw their own numbers
         sampler.set_epoch(epoch)  # a new order in each epoch, the same on all ranks
-        sampler.start = samples_seen // world_size if epoch == first_epoch else 0
+        sampler.start = done = samples_seen // world_size if epoch == first_epoch else 0
         line = f"Epoch {epoch} | Batchsize: {args.batch_size} | Steps: {steps}"
         print(f"[GPU{rank}] {line}", flush=True)
         loss_sum = torch.zeros((), device=device)
-        done = sampler.start  # samples of this rank
         step = epoch * steps + done // step_size  # counted over all epochs
         batches = iter(train_loader)
         while done < sampler.num_samples and not stop:
@@ -259,6 +258,7 @@ def parse_args():
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     devices = [found.type, "cpu"] if found and found.type != "mps" else ["cpu"]  # MPS has no DDP
     add("--device", choices=devices, default=devices[0])
+    add("--local-rank", "--local_rank", help=argparse.SUPPRESS)  # of torch.distributed.launch
     add("--backend", help="by default nccl for CUDA and ROCm, xccl for XPU, gloo for CPUs")
     add("--timeout", type=int, default=600, help="seconds that ranks wait for each other")
     add("--snapshot-path", default="checkpoint.pt", help="the file to save")

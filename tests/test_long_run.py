@@ -4,7 +4,6 @@ FAULTS=40 .venv/bin/pytest -m slow tests/test_long_run.py     (5 without the var
 """
 
 import os
-import pickle
 import random
 import re
 import shutil
@@ -25,7 +24,6 @@ from helpers.ranks import start_server, train
 from test_faults import FAULTS, disk, strike  # noqa: F401 (disk is a fixture)
 from test_multinode import Nodes, hosts  # noqa: F401 (hosts is a fixture)
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.multiprocessing import ProcessExitedException
 from torch.utils.data import DataLoader
 
 from common.data import make_digits
@@ -210,14 +208,15 @@ def test_options_of_the_model_and_of_the_group(do, monkeypatch):
     join.assert_called_with("gloo", timeout=timedelta(seconds=77))
 
 
-def test_every_option_is_tested_here_or_with_ddp_torchrun():
-    """To which the rest of parse_args() is the same, to the letter."""
-    names, other = (
-        {*re.findall(r'^    add\("([\w-]+)"', (ROOT / script).read_text(), re.M)}
-        for script in (SCRIPT, "ddp_torchrun.py")
-    )
+def test_every_option_is_tested_here_or_is_that_of_ddp_torchrun():
+    """To the letter, as is evaluate()."""
+    ours, theirs = ((ROOT / script).read_text() for script in (SCRIPT, "ddp_torchrun.py"))
     tested = {row[0] for row in OPTIONS} | {"--sync-bn", "--compile", "--timeout"}
-    assert names - other <= tested | {"--save-on-sigterm"} and other <= names
+    shared = [*re.findall(r"^    add\(.*\n", theirs, re.M), *theirs.split("\n\n\n")[3:4]]
+    differ = {re.search(r"[\w-]{5,}", part)[0] for part in shared if part not in ours}
+    assert differ == {"--batch-size", "--backend"} and "def evaluate" in shared[-1]
+    names = {*re.findall(r'^    add\("([\w-]+)"', ours, re.M)}
+    assert names - tested - {*re.findall(r'"([\w-]+)"', theirs)} == {"--save-on-sigterm"}
 
 
 @pytest.mark.parametrize(
@@ -321,20 +320,28 @@ def test_a_stop_in_mid_epoch_goes_on_at_any_world_size(tmp_path, fashion):
     assert difference(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt")) < 1e-12
 
 
-def test_a_snapshot_is_sent_entry_by_entry(do, monkeypatch):
-    """What is sent takes four times its size for a moment, on each rank."""
-    do(1, *MLP)
-    sizes, broadcast = [], dist.broadcast_object_list
+@pytest.mark.parametrize(("stop", "at"), [(3, 4), (10, 10)])
+def test_a_stop_is_at_a_loss_line_also_at_the_end_of_an_epoch(do, monkeypatch, stop, at):
+    """SIGTERM comes in step 3 or 10; a loss line is in every second one."""
+    step = do.module.train_step
 
-    def look(objects: list) -> None:
-        sizes.append(len(pickle.dumps(objects)))
-        broadcast(objects)
+    def stepping(*given: object) -> tuple:
+        stepping.count += 1
+        if stepping.count == stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(*given)
 
-    monkeypatch.setattr(dist, "broadcast_object_list", look)
-    do(2, *MLP, "--resume")
-    largest = 4 * 784 * 512  # bytes of the first layer's weights
-    assert largest < max(sizes) < 1.01 * largest
-    assert Path("checkpoint.pt").stat().st_size == pytest.approx(sum(sizes), rel=0.02)
+    stepping.count = 0
+    monkeypatch.setattr(do.module, "train_step", stepping)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit, match="stopped by SIGTERM: continue with --resume"):
+            do(4, *MLP, "--save-on-sigterm", "--log-interval", 2)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        do.module.sigterm.clear()
+    snapshot = load(Path("checkpoint.pt"))
+    assert stepping.count == at == 5 * snapshot["epoch"] + snapshot["samples_seen"] // 8
 
 
 def test_a_snapshot_of_the_five_scripts_and_one_for_them(do, tmp_path):
@@ -357,27 +364,33 @@ def refused(do, *options: object, **more: object) -> str:
     return caught.value.code.removeprefix("error: ")
 
 
-def test_a_snapshot_that_exists_or_was_made_with_other_settings(do):
+def test_a_snapshot_that_was_made_with_other_settings(do):
     settings = {"dataset": ("mnist", "fashion-mnist"), "momentum": (0.5, 0.25), "seed": (7, 8)}
     settings |= {"warm_up": (1, 2)}
     for name, (then, now) in settings.items():
         options = (1, *MLP, f"--{name}".replace("_", "-"))
         do(*options, then)
-        line = f"checkpoint.pt was made with {name} {then}, not {now}"
+        line = f"the snapshot has {name} {then}, not {now}"
         assert refused(do, *options, now, "--resume") == line
-        line = "checkpoint.pt exists: continue with --resume, or delete it"
-        assert refused(do, *options, then) == line
         Path("checkpoint.pt").unlink()
     do(1, *MLP, "--cosine")
-    line = "checkpoint.pt was made with cosine True, not False"
-    assert refused(do, 1, *MLP, "--resume") == line
+    assert refused(do, 1, *MLP, "--resume") == "the snapshot has cosine True, not False"
+
+
+def test_a_snapshot_that_exists_is_refused_by_rank_0(parse, monkeypatch, capsys):
+    Path("checkpoint.pt").touch()
+    with pytest.raises(SystemExit):
+        parse()
+    assert "checkpoint.pt exists: continue with --resume, or" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "1")
+    parse()
 
 
 def test_a_data_set_that_has_shrunk_or_is_empty(do):
     do(1, *MLP)
-    line = "checkpoint.pt was made with train_size 40, not 39"
+    line = "the snapshot has train_size 40, not 39"
     assert refused(do, 2, *MLP, "--resume", data=(39, 10)) == line
-    line = "the training set has 0 samples"
+    line = "the training set has no samples"
     assert refused(do, 1, *MLP, "--snapshot-path", "other.pt", data=(0, 10)) == line
 
 
@@ -399,8 +412,8 @@ def test_a_rank_with_another_option_or_data_set(do, monkeypatch):
     """All ranks end with the line of the first one that differs. Some options may differ."""
 
     def line(*others: dict) -> str:
-        def all_gather_object(ranks: list, own: tuple) -> None:
-            ranks[:] = [(own[0], own[1] | other) for other in others]
+        def all_gather_object(ranks: list, own: dict) -> None:
+            ranks[:] = [own | other for other in others]
 
         monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
         return refused(do, 1, *MLP)
@@ -410,14 +423,6 @@ def test_a_rank_with_another_option_or_data_set(do, monkeypatch):
     assert line({}, {"val_size": 3}) == "val_size is 10 on rank 0, and 3 on rank 1"
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
         line({}, dict.fromkeys(do.module.MAY_DIFFER, "another"))
-
-
-def test_what_rank_0_refuses_all_ranks_say(tmp_path, fashion):
-    torch.save({}, tmp_path / "checkpoint.pt")
-    with pytest.raises(ProcessExitedException):
-        train(tmp_path, SCRIPT, 3, 1, *fashion(40, 4))
-    line = "error: checkpoint.pt exists: continue with --resume, or delete it\n"
-    assert [(tmp_path / f"output-{rank}").read_text() for rank in range(3)] == [line] * 3
 
 
 def test_restarts_that_would_hang_or_begin_anew(parse, monkeypatch, capsys):
@@ -445,7 +450,7 @@ def test_a_stop_by_sigterm_saves_and_goes_on_with_the_same_bytes(start, tmp_path
     job.wait_for(r"Epoch 0 \| Step 12 ")
     os.kill(job.process.pid, signal.SIGTERM)
     text = job.finish(1, seconds=25)
-    assert text.count("] Stopped by SIGTERM: continue with --resume\n") == 2
+    assert text.count("stopped by SIGTERM: continue with --resume\n") == 2
     ((step, _),) = SAVED.findall(text)
     assert int(step) in range(12, 20) and SCRIPT + '", line' not in text, text
     stopped, whole = load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt")
@@ -501,12 +506,12 @@ def test_two_machines_without_a_shared_disk(hosts, reference):  # noqa: F811
         return [job.finish(None if env else status) for job in jobs]
 
     texts = both("--log-interval", 1, "--save-on-sigterm", LADDER_SLOW="0:1")
-    assert all("] Stopped by SIGTERM" in text for text in texts)
+    assert all("stopped by SIGTERM" in text for text in texts)
     assert load(nodes.folder / "host0" / "checkpoint.pt")["samples_seen"] > 0
     assert not (nodes.folder / "host1" / "checkpoint.pt").exists()
     texts = both("--resume", second=("--lr", 0.5), status=1)
     assert all("error: lr is 0.01 on rank 0, and 0.5 on rank 1\n" in text for text in texts)
     texts = both(second=("--resume",), status=1)
-    assert all("error: checkpoint.pt exists: continue" in text for text in texts)
+    assert "error: checkpoint.pt exists: continue" in texts[0] and "Epoch" not in texts[1]
     assert "from epoch 1\n" in both("--resume")[1]
     assert difference(load(nodes.folder / "host0" / "checkpoint.pt"), expected) < 1e-12
