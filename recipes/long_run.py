@@ -110,18 +110,17 @@ def save_snapshot(args, model, optimizer, step, epochs, samples_seen=0):
 
 def load_snapshot(args, model, optimizer):
     """Returns how many epochs are finished, and how many samples of the next one are."""
-    snapshots = [None]
+    snapshots = [{}]
     if dist.get_rank() == 0 and args.resume and os.path.exists(args.snapshot_path):
         snapshots = [torch.load(args.snapshot_path, map_location="cpu", weights_only=True)]
         for name, value in snapshots[0].get("kept", {}).items():
             if value != getattr(args, name):
                 sys.exit(f"error: the snapshot has {name} {value}, not {getattr(args, name)}")
     dist.broadcast_object_list(snapshots)  # all ranks load what rank 0 has read
-    if snapshots[0] is None:
-        return 0, 0
-    model.load_state_dict(snapshots[0]["model"])
-    optimizer.load_state_dict(snapshots[0]["optimizer"])
-    return snapshots[0]["epoch"], snapshots[0].get("samples_seen", 0)
+    if snapshots[0]:
+        model.load_state_dict(snapshots[0]["model"])
+        optimizer.load_state_dict(snapshots[0]["optimizer"])
+    return snapshots[0].get("epoch", 0), snapshots[0].get("samples_seen", 0)
 
 
 def same_on_all_ranks(args):
@@ -203,7 +202,7 @@ def train(args, device):
                 save_snapshot(args, model.module, optimizer, step, epoch, done * world_size)
                 last_save = time.monotonic()
         if done < sampler.num_samples:
-            sys.exit("stopped by SIGTERM: continue with --resume")
+            return "stopped by SIGTERM: continue with --resume"
         dist.all_reduce(loss_sum)
         train_loss = loss_sum.item() / (len(sampler) * world_size)  # item() waits for the device
         rate = len(sampler) * world_size / (time.perf_counter() - start)
@@ -227,8 +226,9 @@ def main(args):
     device = ddp_setup(args)
     if args.save_on_sigterm:
         signal.signal(signal.SIGTERM, lambda *_: sigterm.append(True))
-    train(args, device)  # frees its DDP object on return, before the group ends
+    stopped = train(args, device)  # frees DDP and the workers on return, before the group ends
     dist.destroy_process_group()
+    return stopped
 
 
 def parse_args():
@@ -277,4 +277,4 @@ def parse_args():
 
 
 if __name__ == "__main__":
-    main(parse_args())
+    sys.exit(main(parse_args()))
