@@ -17,6 +17,7 @@ from helpers.jobs import SPAWN2, TORCHRUN, Job
 
 TWO = (TORCHRUN.format(2),)
 WORKERS = ("--num-workers", 1)
+SLOW = pytest.mark.slow("the same, with more processes")
 
 
 def end(job: Job, how: str) -> tuple[int, str]:
@@ -42,9 +43,9 @@ def end(job: Job, how: str) -> tuple[int, str]:
         ((*SPAWN2, *WORKERS), "SIGTERM"),
         (SPAWN2, "SIGKILL of the parent"),
         (SPAWN2, "SIGKILL of a parent with an ampersand"),
-        ((*SPAWN2, *WORKERS), "SIGKILL of rank 1"),
         (TWO, "SIGTERM"),
-        ((*TWO, *WORKERS), "SIGKILL of rank 1"),
+        pytest.param((*SPAWN2, *WORKERS), "SIGKILL of rank 1", marks=SLOW),
+        pytest.param((*TWO, *WORKERS), "SIGKILL of rank 1", marks=SLOW),
     ],
 )
 def test_a_job_ends_at_once_and_keeps_its_last_snapshot(start, tmp_path, fashion, launch, how):
