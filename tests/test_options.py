@@ -1,5 +1,6 @@
 """Each option is in force in each script that has it, and each process gets its device."""
 
+import os
 import re
 import runpy
 import signal
@@ -119,10 +120,12 @@ def test_each_process_gets_its_device(parse, four_gpus, monkeypatch, script):
 def test_spawn_starts_a_process_for_each_gpu_or_two_on_a_cpu(parse, four_gpus, monkeypatch):
     monkeypatch.setattr(mp, "spawn", spawn := Mock())
     monkeypatch.setattr(signal, "signal", Mock())
+    monkeypatch.setattr(os, "environ", {})
     for options in ((), ("--device", "cpu"), ("--nproc-per-node", 3)):
         parse(SPAWN, *options)
         runpy.run_path(str(ROOT / SPAWN), run_name="__main__")
     assert [call.kwargs["nprocs"] for call in spawn.call_args_list] == [4, 2, 3]
+    assert os.environ == {"OMP_NUM_THREADS": "1"}  # because they share the cores
 
 
 @every_script
