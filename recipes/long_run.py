@@ -3,8 +3,8 @@
     torchrun --standalone --nproc_per_node=gpu recipes/long_run.py 50 10 --amp --accumulate 4
 
 A step takes --accumulate micro-batches of --batch-size samples from each process. With --resume,
-rank 0 sends its snapshot to all: four times its size in each process, and once on each GPU. A stop
-with --save-on-sigterm saves at the next loss line, within the 30 s that torchrun gives it.
+rank 0 sends its snapshot to all: four times its size in each process, and once on each GPU. With
+--save-on-sigterm, a stop saves at the next loss line, for which torchrun waits 30 s at most.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
-sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # has common/
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # has common/
 from common.data import DATASETS, load_dataset  # replace by your own
 from common.model import MODELS, build_model  # replace by your own
 from common.seed import set_seed
