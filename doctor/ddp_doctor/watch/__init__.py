@@ -1,0 +1,1 @@
+"""What is watched, by topic: importing this module, in a process that has torch, starts it."""
