@@ -1,0 +1,274 @@
+"""Puts away what was there before the run, before the program changes it.
+
+A journal of JSON lines says what was put away, and restore.py undoes them in reverse order. All
+processes of a run share it, one at a time. Whatever cannot be put away raises Refused.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shutil
+import stat
+import threading
+import time
+from collections.abc import Iterator
+
+from ddp_doctor import disk
+from ddp_doctor.disk import NAME, Key, birth, key
+
+SMALL = 64 << 20  # bytes: a larger file that is about to be emptied is moved aside, not copied
+SPARE = 64 << 20  # bytes that stay free on a disk to which something is copied
+
+
+class Refused(Exception):
+    """The program was about to do something that could not be undone."""
+
+
+class Vault:
+    """The vaults of a run, one on each file system, and its journal in the first one, `home`."""
+
+    def __init__(self, home: str) -> None:
+        self.home, self.journal = home, os.path.join(home, "journal.jsonl")
+        self.known: set[Key] = set()  # was there before, whatever its time of change says now
+        self.copied: set[Key] = set()  # and what it holds is in a vault
+        self.made: set[str] = set()  # folders and links that the run has made
+        self.held: list[str] = []  # where things that were there before lie since a rename
+        self.folders: dict[int, list[str]] = {}
+        self.starts: dict[int, float] = {}
+        self.read = self.count = self.kept = self.file = self.depth = 0
+        self.turn = threading.RLock()
+
+    # --- the journal
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """All other threads and processes wait; what they have written is known."""
+        with self.turn:
+            if self.depth == 0:
+                self.file = os.open(self.journal, os.O_RDWR | os.O_APPEND)
+            self.depth += 1
+            try:
+                if self.depth == 1:
+                    fcntl.flock(self.file, fcntl.LOCK_EX)
+                    self.catch_up()
+                yield
+            finally:
+                self.depth -= 1
+                if self.depth == 0:
+                    os.close(self.file)
+
+    def after_fork(self) -> None:
+        """Another thread of the parent may have had its turn."""
+        if self.depth:
+            os.close(self.file)  # the parent still holds the lock
+        self.turn, self.depth = threading.RLock(), 0
+
+    def catch_up(self) -> None:
+        text = os.pread(self.file, os.fstat(self.file).st_size - self.read, self.read)
+        whole = text[: text.rfind(b"\n") + 1]
+        self.read += len(whole)
+        if len(whole) < len(text):  # a process was killed while it wrote the last line
+            os.ftruncate(self.file, self.read)
+        for line in whole.splitlines():
+            self.learn(json.loads(line))
+
+    def learn(self, record: dict) -> None:
+        self.count += 1
+        if "inode" in record:
+            self.known.add(tuple(record["inode"]))
+        if record["op"] == "vault":
+            self.folders.setdefault(record["device"], []).append(record["path"])
+            self.starts.setdefault(record["device"], record["start"])
+        elif record["op"] == "made":
+            self.made.add(record["path"])
+        else:
+            self.kept += 1
+        if record["op"] == "copy":
+            self.copied.add(tuple(record["inode"]))
+        if record["op"] == "rename":
+            self.held.append(record["to"])
+            self.made.discard(record["to"])
+
+    def note(self, op: str, **facts: object) -> None:
+        line = json.dumps({"op": op, **facts}).encode() + b"\n"
+        if os.write(self.file, line) < len(line):
+            os.ftruncate(self.file, self.read)
+            raise Refused("the disk with the doctor's journal is full")
+        self.read += len(line)
+        self.learn(json.loads(line))
+
+    # --- what was there before
+    def was_there(self, path: str, own: os.stat_result) -> bool:
+        if key(own) in self.known:
+            return True
+        start = self.start(path, own)
+        if own.st_ctime <= start:
+            return True
+        born = birth(path, own)
+        if born is not None:
+            return born <= start
+        # A new file in a folder changes the folder's time, and a network's disk knows no births.
+        return stat.S_ISDIR(own.st_mode) and path not in self.made
+
+    def start(self, path: str, own: os.stat_result) -> float:
+        """When the run began, by the clock of the file's own disk."""
+        start = self.starts.get(own.st_dev, float(os.environ["DDP_DOCTOR_START"]))
+        if own.st_dev not in self.starts and abs(own.st_ctime - start) < 3600:
+            next(self.places(path, own.st_dev), None)
+            start = self.starts.get(own.st_dev, start)
+        return start
+
+    # --- where things are put
+    def places(self, path: str, device: int) -> Iterator[str]:
+        """Folders on the file's own disk. With bind mounts, not every one serves it."""
+        yield from self.folders.get(device, [])
+        for parent in disk.ancestors(path, device):
+            folder = os.path.join(parent, NAME, os.path.basename(self.home))
+            if folder not in self.folders.get(device, []):
+                with contextlib.suppress(OSError):
+                    start = (
+                        disk.make_folder(folder)
+                        - time.time()
+                        + float(os.environ["DDP_DOCTOR_START"])
+                    )
+                    self.note("vault", path=folder, device=device, start=start)
+                    yield folder
+
+    def link(self, path: str, own: os.stat_result) -> str | None:
+        for folder in self.places(path, own.st_dev):
+            target = os.path.join(folder, str(self.count))
+            try:
+                os.link(path, target)
+            except OSError as error:
+                if error.errno == errno.EXDEV:
+                    continue
+                return None
+            self.note("link", path=path, vault=target, **disk.facts(own))
+            return target
+        return None
+
+    def copy(self, path: str, own: os.stat_result) -> None:
+        for folder in (next(self.places(path, own.st_dev), self.home), self.home):
+            target = os.path.join(folder, str(self.count))
+            if shutil.disk_usage(folder).free < own.st_size + SPARE:
+                continue
+            try:
+                disk.copy_bytes(path, target)
+            except OSError as error:
+                raise Refused(f"{path} cannot be copied: {error.strerror}") from error
+            self.note("copy", path=path, vault=target, **disk.facts(own))
+            return
+        raise Refused(f"there is no space to put {path} away ({own.st_size / 1e6:.0f} MB)")
+
+    # --- before the program acts. The paths are absolute, and without symbolic links in the folders
+    def before_write(self, path: str, empties: bool) -> None:
+        """The file is opened for writing."""
+        path = os.path.realpath(path)
+        with self.existing(path) as own:
+            if not own or not stat.S_ISREG(own.st_mode) or not os.access(path, os.W_OK):
+                return
+            if key(own) in self.copied:
+                return
+            # Lock files must stay the same file for all processes, so a small one stays in place.
+            if not (
+                empties and own.st_size > SMALL and own.st_nlink == 1 and self.aside(path, own)
+            ):
+                self.copy(path, own)
+
+    def aside(self, path: str, own: os.stat_result) -> bool:
+        """An empty file with the same owner and mode takes the place of a large one."""
+        if not os.access(os.path.dirname(path), os.W_OK):
+            return False
+        target = self.link(path, own)
+        if target is None:
+            return False
+        with contextlib.suppress(OSError):
+            empty = target + ".empty"
+            os.close(os.open(empty, os.O_CREAT | os.O_EXCL, 0o600))
+            disk.set_owner(empty, own.st_uid, own.st_gid)
+            os.chmod(empty, stat.S_IMODE(own.st_mode))
+            os.rename(empty, path)
+            return True
+        return False
+
+    def before_remove(self, path: str) -> None:
+        with self.existing(path) as own:
+            if not own or path in self.made or not os.access(os.path.dirname(path), os.W_OK):
+                return
+            if stat.S_ISLNK(own.st_mode):
+                self.note("symlink", path=path, target=os.readlink(path), **disk.facts(own))
+            elif not stat.S_ISDIR(own.st_mode) and not self.link(path, own):
+                if not stat.S_ISREG(own.st_mode):
+                    raise Refused(f"{path} is no regular file, and cannot be put away")
+                self.copy(path, own)
+
+    def before_rmdir(self, path: str) -> None:
+        with self.existing(path) as own:
+            if own and stat.S_ISDIR(own.st_mode):
+                self.note("rmdir", path=path, **disk.facts(own))
+
+    def before_rename(self, source: str, to: str) -> None:
+        with self.locked():
+            try:
+                own = os.lstat(source)
+            except OSError:
+                return
+            with contextlib.suppress(OSError):
+                if key(os.lstat(to)) == key(own):
+                    return
+                self.before_remove(to)
+                self.before_rmdir(to)
+            inside = source + os.sep
+            holds = any(path.startswith(inside) for path in self.held)
+            if source in self.made and not holds:
+                self.note("made", path=to)
+            elif holds or self.was_there(source, own):
+                self.note("rename", path=source, to=to, **disk.facts(own))
+
+    def before_change(self, path: str) -> None:
+        """Its mode, its owner or its times are changed."""
+        path = os.path.realpath(path)
+        with self.existing(path) as own:
+            if own:
+                self.note("stat", path=path, **disk.facts(own))
+
+    def before_tree(self, path: str, act: str) -> None:
+        """Something that is no Python does this with a whole folder: remove, or write."""
+        if os.path.isdir(path) and not os.path.islink(path):
+            for folder, folders, files in os.walk(path, topdown=False):
+                for name in files + [n for n in folders if os.path.islink(os.path.join(folder, n))]:
+                    self.before_tree(os.path.join(folder, name), act)
+                self.before_rmdir(folder)
+            return
+        if act == "remove" or os.path.islink(path):
+            self.before_remove(path)
+        if act == "write":
+            self.before_write(path, empties=False)
+
+    def before_mkdir(self, path: str) -> None:
+        parent = os.path.dirname(path)
+        if os.path.isdir(parent) and not os.path.lexists(path):
+            if birth(parent, os.lstat(parent)) is not None:
+                return  # the folder will be seen to be new
+            with self.locked():
+                self.note("made", path=path)
+
+    def before_link(self, source: str, to: str) -> None:
+        """A new name of an old file, whose time of change becomes new."""
+        with self.existing(source) as own:
+            if own and not os.path.lexists(to):
+                self.note("made", path=to, **disk.facts(own))
+
+    @contextlib.contextmanager
+    def existing(self, path: str) -> Iterator[os.stat_result | None]:
+        """What is there, if it was there before the run. Others wait as long as it is looked at."""
+        if not os.path.lexists(path):
+            yield None
+            return
+        with self.locked():
+            try:
+                own = os.lstat(path)
+            except OSError:
+                own = None
+            yield own if own and self.was_there(path, own) else None

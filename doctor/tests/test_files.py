@@ -1,0 +1,248 @@
+"""Whatever was there before a run is there afterwards, byte for byte, whatever a program does."""
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import PACKAGE, Guarded
+
+from ddp_doctor.disk import NAME
+from ddp_doctor.restore import Undo, is_free, leftovers
+
+OLD = {
+    "last.ckpt": b"the old weights\n" * 100,
+    "runs/checkpoint-500/model.pt": b"five hundred",
+    "runs/checkpoint-500/deep/optimizer.pt": b"momentum",
+    "runs/events.out.tfevents.1": b"summary",
+    "logs/train.log": b"line 1\nline 2\n",
+    "empty.lock": b"",
+    "data.db": b"",
+    "read-only/keep.pt": b"kept",
+}
+
+
+def fill(work: Path) -> None:
+    for name, content in OLD.items():
+        (work / name).parent.mkdir(parents=True, exist_ok=True)
+        (work / name).write_bytes(content)
+    (work / "latest").symlink_to("runs/checkpoint-500")
+    (work / "link.ckpt").symlink_to("last.ckpt")
+    os.link(work / "last.ckpt", work / "second-name.ckpt")
+    (work / "empty-folder").mkdir(mode=0o750)
+    (work / "last.ckpt").chmod(0o640)
+    os.utime(work / "last.ckpt", ns=(10**18, 10**18 + 7))
+
+
+def state(work: Path) -> dict[str, tuple]:
+    """All that is there: kinds, modes, times and contents."""
+    found = {}
+    for path in sorted(work.rglob("*")):
+        own = path.lstat()
+        if path.is_symlink():
+            facts: tuple = (os.readlink(path),)
+        elif path.is_dir():
+            facts = (stat.S_IMODE(own.st_mode),)
+        else:
+            facts = (stat.S_IMODE(own.st_mode), own.st_mtime_ns, path.read_bytes())
+        found[str(path.relative_to(work))] = facts
+    return found
+
+
+def restored(guarded: Guarded) -> dict[str, tuple]:
+    assert guarded.home
+    assert is_free(guarded.home)
+    undo = Undo(guarded.home)
+    undo.run()
+    assert not undo.failed
+    assert not guarded.home.exists()
+    return state(guarded.work)
+
+
+# Each program destroys something in its own way, and may leave the new file that is named.
+PROGRAMS = {
+    "open w": 'open("last.ckpt", "w").write("new")',
+    "open wb, through a link": 'open("link.ckpt", "wb").write(b"new")',
+    "open wb, by a second name": 'open("second-name.ckpt", "wb").write(b"new")',
+    "open a": 'open("logs/train.log", "a").write("line 3")',
+    "open r+": 'f = open("last.ckpt", "r+b"); f.write(b"XX"); f.close()',
+    "open w+": 'open("last.ckpt", "w+").write("new")',
+    "open x": 'try: open("last.ckpt", "x")\nexcept FileExistsError: open("new", "x").write("1")',
+    "open in bytes": 'open(b"last.ckpt", "wb").write(b"new")',
+    "os.open": 'os.write(os.open("last.ckpt", os.O_WRONLY | os.O_TRUNC), b"new")',
+    "os.open to read and to empty": 'os.open("last.ckpt", os.O_RDONLY | os.O_TRUNC)',
+    "os.open in a folder": """
+fd = os.open("runs", os.O_RDONLY)
+os.close(os.open("events.out.tfevents.1", os.O_WRONLY | os.O_TRUNC, dir_fd=fd))""",
+    "os.fdopen": 'os.fdopen(os.open("last.ckpt", os.O_RDWR), "r+b").write(b"XX")',
+    "io.FileIO": 'io.FileIO("last.ckpt", "w").write(b"new")',
+    "an opener": 'open("last.ckpt", "w", opener=lambda p, f: os.open(p, f)).write("new")',
+    "pathlib": 'Path("last.ckpt").write_text("new"); Path("logs/train.log").unlink()',
+    "pathlib renames": 'Path("last.ckpt").rename("old.ckpt"); Path("last.ckpt").write_text("new")',
+    "touch": 'Path("last.ckpt").touch(); Path("empty.lock").touch()',
+    "os.truncate": 'os.truncate("last.ckpt", 3)',
+    "truncate": 'f = open("last.ckpt", "a"); f.truncate(3)',
+    "mmap": 'f = open("last.ckpt", "r+b"); m = mmap.mmap(f.fileno(), 0); m[:3] = b"XXX"; m.flush()',
+    "os.remove": 'os.remove("last.ckpt"); os.unlink("second-name.ckpt")',
+    "os.remove in a folder": 'os.remove("train.log", dir_fd=os.open("logs", os.O_RDONLY))',
+    "removing a link": 'os.remove("latest"); os.remove("link.ckpt")',
+    "another target": 'os.remove("latest"); os.symlink("new", "latest"); os.mkdir("new")',
+    "os.replace": 'open("t", "w").write("new"); os.replace("t", "last.ckpt")',
+    "replace a link": 'os.symlink("new", "t"); os.replace("t", "latest"); os.mkdir("new")',
+    "os.replace twice": """
+for n in "123":
+    open("t", "w").write(n)
+    os.replace("t", "last.ckpt")""",
+    "rename in folders": """
+fd = os.open("runs", os.O_RDONLY)
+os.rename("events.out.tfevents.1", "2", src_dir_fd=fd, dst_dir_fd=os.open("logs", os.O_RDONLY))""",
+    "shutil.rmtree": 'shutil.rmtree("runs")',
+    "rmtree, made again": """
+shutil.rmtree("runs/checkpoint-500")
+os.mkdir("runs/checkpoint-500")
+open("runs/checkpoint-500/model.pt", "w").write("new")
+open("runs/checkpoint-500/more.pt", "w").write("new")""",
+    "a file in the place of a folder": 'shutil.rmtree("runs"); open("runs", "w").write("new")',
+    "a folder in the place of a file": 'os.remove("last.ckpt"); os.makedirs("last.ckpt/new")',
+    "rmtree by a link": 'shutil.rmtree(os.path.realpath("latest"))',
+    "shutil.move": 'shutil.move("last.ckpt", "logs"); shutil.move("runs", "old")',
+    "shutil.copy over it": 'open("t", "w").write("new"); shutil.copy("t", "last.ckpt")',
+    "shutil.copy2": 'open("t", "w").write("new"); shutil.copy2("t", "last.ckpt"); os.remove("t")',
+    "copytree over it": """
+os.makedirs("n/checkpoint-500"); open("n/checkpoint-500/model.pt", "w").write("new")
+shutil.copytree("n", "runs", dirs_exist_ok=True)""",
+    "a folder is renamed, then emptied": """
+os.rename("runs", "runs.old")
+open("runs.old/checkpoint-500/model.pt", "w").write("new")
+shutil.rmtree("runs.old")""",
+    "a folder is renamed and made again": """
+os.rename("runs", "runs.old")
+os.makedirs("runs/checkpoint-500"); open("runs/checkpoint-500/model.pt", "w").write("new")
+os.rename("runs.old/checkpoint-500/model.pt", "moved.pt")
+open("moved.pt", "w").write("new")""",
+    "rotation": """
+for n in (3, 2, 1, 0):
+    if os.path.exists(f"c{n}"): os.rename(f"c{n}", f"c{n + 1}")
+os.rename("last.ckpt", "c0")
+for n in (3, 2, 1, 0):
+    if os.path.exists(f"c{n}"): os.rename(f"c{n}", f"c{n + 1}")
+os.remove("c1")""",
+    "an exchange": """
+os.rename("last.ckpt", "t"); os.rename("logs/train.log", "last.ckpt")
+os.rename("t", "logs/train.log"); open("last.ckpt", "w").write("new")""",
+    "old things in a new folder": """
+os.mkdir("archive"); os.rename("last.ckpt", "archive/last.ckpt")
+os.rename("archive", "attic"); os.remove("attic/last.ckpt")""",
+    "empty folders": 'os.rmdir("empty-folder")',
+    "an empty folder is used": """
+open("empty-folder/x", "w").write("new"); shutil.rmtree("empty-folder")""",
+    "modes and times": """
+os.chmod("last.ckpt", 0o600); os.utime("last.ckpt"); os.chmod("runs", 0o700)
+os.chmod("last.ckpt", 0o666); open("last.ckpt", "w").write("new")""",
+    "fchmod": 'os.fchmod(os.open("last.ckpt", os.O_RDONLY), 0o600)',
+    "hard links": """
+os.link("last.ckpt", "best.ckpt"); os.remove("last.ckpt")
+open("best.ckpt", "w").write("new")""",
+    "a new hard link goes again": 'os.link("last.ckpt", "t"); os.replace("t", "latest.ckpt")',
+    "a log that rotates": """
+h = logging.handlers.RotatingFileHandler("logs/train.log", maxBytes=20, backupCount=2)
+for n in range(9): h.emit(logging.makeLogRecord({"msg": f"message {n}"}))""",
+    "sqlite3": """
+import sqlite3
+c = sqlite3.connect("file:data.db?mode=rwc", uri=True); c.execute("create table t (x)"); c.commit()
+""",
+    "in a process of its own": """
+subprocess.run([sys.executable, "-c", "import os; os.remove('last.ckpt')"], check=True)""",
+    "in a fork": """
+if (pid := os.fork()) == 0: os.remove("last.ckpt"); os._exit(0)
+os.waitpid(pid, 0)""",
+    "in multiprocessing": """
+import multiprocessing as mp
+p = mp.get_context("fork").Process(target=os.remove, args=("last.ckpt",)); p.start(); p.join()""",
+    "in threads": """
+def act(n):
+    open("logs/train.log", "w").write("new"); open(f"new{n}", "w").write("n")
+    os.replace(f"new{n}", "last.ckpt")
+ts = [threading.Thread(target=act, args=(n,)) for n in range(8)]
+for t in ts: t.start()
+for t in ts: t.join()""",
+    "in another folder": 'os.chdir("runs/checkpoint-500"); open("../../last.ckpt", "w").write("new")',
+    "tempfile": """
+import tempfile
+f = tempfile.NamedTemporaryFile("w", dir=".", delete=False); f.write("new"); f.close()
+os.replace(f.name, "last.ckpt")""",
+    "zipfile": 'import zipfile; zipfile.ZipFile("last.ckpt", "w").writestr("x", "new")',
+    "numpy": """
+import numpy as np
+np.savez(open("last.ckpt", "wb"), x=np.ones(3)); np.memmap("logs/train.log", "uint8", "r+")[:] = 1
+np.save("runs/events.out.tfevents.1.npy", np.ones(3))""",
+    "shelve": 'import shelve\nwith shelve.open("data.db", flag="n") as s: s["x"] = 1',
+    "rm": 'subprocess.run(["rm", "-rf", "runs", "last.ckpt"], check=True)',
+    "rm in a line": 'os.system("cd runs && rm -rf checkpoint-* ; echo new > ../last.ckpt")',
+    "mv": 'subprocess.run("mv last.ckpt old.ckpt; mv runs logs/", shell=True, check=True)',
+    "mv over it": 'os.system("echo new > t && mv -f t last.ckpt")',
+    "cp": 'os.system("cp logs/train.log last.ckpt; cp last.ckpt runs/checkpoint-500/model.pt")',
+    "cp into a folder": 'os.system("mkdir n; echo new > n/train.log; cp n/train.log logs")',
+    "shell redirections": 'os.system("echo x >> logs/train.log; : > last.ckpt; echo 2>data.db")',
+    "tee": 'os.system("echo x | tee -a logs/train.log")',
+    "sed": 'os.system("sed -i s/old/new/ last.ckpt")',
+    "dd": 'os.system("dd if=/dev/zero of=last.ckpt bs=10 count=1 2>/dev/null")',
+    "truncate by a command": 'os.system("truncate -s 3 last.ckpt")',
+    "tar": """
+os.system("mkdir n; echo new > n/last.ckpt; tar cf n.tar -C n last.ckpt; tar xf n.tar")""",
+    "find": 'os.system("find runs -name model.pt -delete")',
+    "a variable": 'os.system("D=runs; rm -rf $D/checkpoint-500")',
+    "a script": """
+open("s.sh", "w").write("#!/bin/sh\\nrm -rf runs\\n"); os.chmod("s.sh", 0o755)
+subprocess.run(["./s.sh"], check=True); subprocess.run(["sh", "s.sh"], check=True)""",
+    "os.exec": 'os.execvp("rm", ["rm", "last.ckpt"])',
+    "os.posix_spawn": """
+os.waitpid(os.posix_spawn("/bin/rm", ["rm", "last.ckpt"], os.environ), 0)""",
+    "all at once": """
+for n in os.listdir():
+    shutil.rmtree(n) if os.path.isdir(n) and not os.path.islink(n) else os.remove(n)""",
+}
+MODULES = "import io, logging.handlers, mmap, os, shutil, subprocess, sys, threading, time\n"
+MODULES += "from pathlib import Path\n"
+
+
+# What is new afterwards, where it is not simply what the program has left. A new folder in the place
+# of something old is kept by its side, and what was moved there by a rename is moved back.
+NOTHING: set[str] = set()
+ELSEWHERE = {
+    "pathlib renames": NOTHING,
+    "rename in folders": NOTHING,
+    "shutil.move": NOTHING,
+    "a log that rotates": NOTHING,
+    "a folder is renamed and made again": {
+        "runs.new",
+        "runs.new/checkpoint-500",
+        "runs.new/checkpoint-500/model.pt",
+    },
+    "old things in a new folder": {"archive"},
+    "a folder in the place of a file": {"last.ckpt.new", "last.ckpt.new/new"},
+    "mv": NOTHING,
+}
+
+
+@pytest.mark.parametrize("births", [True, False], ids=["births", "no births"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_all_is_as_it_was(guarded: Guarded, name: str, births: bool) -> None:
+    fill(guarded.work)
+    before = state(guarded.work)
+    unknown = "import ddp_doctor.disk as d, ddp_doctor.vault as v\nd.birth = v.birth = lambda *a: None\n"
+    guarded.run(MODULES + ("" if births else unknown) + PROGRAMS[name])
+    changed = state(guarded.work)
+    assert guarded.work.exists()
+    after = restored(guarded)
+    assert {path: after.get(path) for path in before} == before
+    assert changed != before or name in ("open x", "touch", "os.fdopen")
+    new = {path for path in changed if path not in before}
+    assert {path for path in after if path not in before} == ELSEWHERE.get(name, new)
