@@ -1,21 +1,22 @@
 """Whatever was there before a run is there afterwards, byte for byte, whatever a program does."""
 
-import hashlib
-import json
+import contextlib
+import functools
 import os
+import random
 import shutil
-import signal
 import stat
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
-from conftest import PACKAGE, Guarded
-
-from ddp_doctor.disk import NAME
-from ddp_doctor.restore import Undo, is_free, leftovers
+from conftest import Guarded
+from ddp_doctor.restore import Undo, is_free
 
 OLD = {
     "last.ckpt": b"the old weights\n" * 100,
@@ -64,6 +65,37 @@ def restored(guarded: Guarded) -> dict[str, tuple]:
     assert not undo.failed
     assert not guarded.home.exists()
     return state(guarded.work)
+
+
+class Killed(BaseException):
+    pass
+
+
+def interrupt(guarded: Guarded, seed: int) -> None:
+    """Restore, but be killed after a few acts, again and again."""
+    chance = random.Random(seed)
+    names = ("link", "rename", "remove", "mkdir", "symlink", "chmod", "utime", "rmdir", "unlink")
+    while guarded.home and (guarded.home / "journal.jsonl").exists():
+        left = chance.randint(1, 9)
+
+        def killed(original: Callable, *args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == 0 and chance.random() < 0.5:
+                raise Killed
+            result = original(*args, **kwargs)
+            if left == 0:
+                raise Killed
+            return result
+
+        with contextlib.suppress(Killed), contextlib.ExitStack() as stack:
+            for owner, name in [*((os, name) for name in names), (shutil, "copyfileobj")]:
+                original = getattr(owner, name)
+                function = functools.partial(killed, original)
+                stack.enter_context(mock.patch.object(owner, name, function))
+            undo = Undo(guarded.home)
+            undo.run()
+            assert not undo.failed
 
 
 # Each program destroys something in its own way, and may leave the new file that is named.
@@ -173,7 +205,7 @@ def act(n):
 ts = [threading.Thread(target=act, args=(n,)) for n in range(8)]
 for t in ts: t.start()
 for t in ts: t.join()""",
-    "in another folder": 'os.chdir("runs/checkpoint-500"); open("../../last.ckpt", "w").write("new")',
+    "in another folder": 'os.chdir("runs"); open("../last.ckpt", "w").write("new")',
     "tempfile": """
 import tempfile
 f = tempfile.NamedTemporaryFile("w", dir=".", delete=False); f.write("new"); f.close()
@@ -213,8 +245,8 @@ MODULES = "import io, logging.handlers, mmap, os, shutil, subprocess, sys, threa
 MODULES += "from pathlib import Path\n"
 
 
-# What is new afterwards, where it is not simply what the program has left. A new folder in the place
-# of something old is kept by its side, and what was moved there by a rename is moved back.
+# What is new afterwards, where it is not simply what the program has left: a new folder in the
+# place of something old is kept by its side, and what was moved there is moved back.
 NOTHING: set[str] = set()
 ELSEWHERE = {
     "pathlib renames": NOTHING,
@@ -232,17 +264,176 @@ ELSEWHERE = {
 }
 
 
-@pytest.mark.parametrize("births", [True, False], ids=["births", "no births"])
+@pytest.mark.parametrize(
+    "births", [True, False], ids=["births", "no births, and restoring is interrupted"]
+)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_all_is_as_it_was(guarded: Guarded, name: str, births: bool) -> None:
     fill(guarded.work)
     before = state(guarded.work)
-    unknown = "import ddp_doctor.disk as d, ddp_doctor.vault as v\nd.birth = v.birth = lambda *a: None\n"
+    unknown = (
+        "import ddp_doctor.disk as d, ddp_doctor.vault as v\nd.birth = v.birth = lambda *a: None\n"
+    )
     guarded.run(MODULES + ("" if births else unknown) + PROGRAMS[name])
     changed = state(guarded.work)
-    assert guarded.work.exists()
-    after = restored(guarded)
+    if births:
+        after = restored(guarded)
+    else:
+        interrupt(guarded, seed=len(name))
+        after = state(guarded.work)
     assert {path: after.get(path) for path in before} == before
     assert changed != before or name in ("open x", "touch", "os.fdopen")
     new = {path for path in changed if path not in before}
     assert {path for path in after if path not in before} == ELSEWHERE.get(name, new)
+
+
+# --- several processes, kills, disks
+STORM = """
+import random
+chance, end = random.Random(int(sys.argv[1])), time.time() + 20
+names = ["last.ckpt", "logs/train.log", "runs/events.out.tfevents.1", "second-name.ckpt", "moved"]
+while time.time() < end:
+    a, b = chance.sample(names, 2)
+    with contextlib.suppress(OSError):
+        match chance.randrange(9):
+            case 0: os.remove(a)
+            case 1: os.rename(a, b)
+            case 2: open(a, "w").write("new" * 9000)
+            case 3: open(a, "a").write("new")
+            case 4: open("t" + sys.argv[1], "w").write("new"); os.replace("t" + sys.argv[1], a)
+            case 5: shutil.rmtree("runs")
+            case 6: os.makedirs("runs", exist_ok=True)
+            case 7: os.rename("runs", "runs.old") if chance.random() < 0.3 else None
+            case 8: os.link(a, b)
+"""
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_ranks_on_the_same_files_that_are_killed(guarded: Guarded, seed: int) -> None:
+    fill(guarded.work)
+    before = state(guarded.work)
+    large = "import ddp_doctor.vault as v\nv.SMALL = 1000\n" if seed % 2 else ""
+    program = "import contextlib\n" + MODULES + large + STORM
+    ranks = [guarded.start(program, str(10 * seed + rank)) for rank in range(3)]
+    time.sleep(2 + 0.1 * seed)
+    for rank in ranks:
+        rank.kill()
+        assert "doctor failed" not in rank.communicate()[1]
+    assert state(guarded.work) != before
+    interrupt(guarded, seed)
+    after = state(guarded.work)
+    assert {path: after.get(path) for path in before} == before
+
+
+WRITERS = """
+import torch, torch.distributed as dist
+from torch import nn
+model = nn.Linear(4, 4)
+torch.save(model.state_dict(), "last.ckpt")
+torch.jit.save(torch.jit.script(model), "runs/checkpoint-500/model.pt")
+with torch.profiler.profile() as profile: model(torch.ones(1, 4))
+profile.export_chrome_trace("logs/train.log")
+torch.from_file("runs/checkpoint-500/deep/optimizer.pt", True, 2).fill_(1)
+dist.init_process_group("gloo", init_method="file://" + os.path.abspath("empty.lock"), rank=0,
+    world_size=1)
+import torch.distributed.checkpoint as dcp
+dcp.save({"model": model.state_dict()}, checkpoint_id="runs/checkpoint-500")
+dcp.save({"model": model.state_dict()}, checkpoint_id="runs/checkpoint-500")
+import safetensors
+safetensors.serialize_file({}, "read-only/keep.pt")
+safetensors.serialize_file({}, filename=Path("runs/events.out.tfevents.1"))
+dist.destroy_process_group()
+"""
+NO_EVENT = """
+import ctypes, os
+def serialize_file(tensors, filename, metadata=None):  # as one that is written in Rust
+    ctypes.CDLL(None).close(ctypes.CDLL(None).creat(os.fsencode(filename), 0o644))
+"""
+
+
+def test_writers_that_are_not_python(guarded: Guarded, tmp_path: Path) -> None:
+    fill(guarded.work)
+    (tmp_path / "safetensors.py").write_text(NO_EVENT)
+    before = state(guarded.work)
+    guarded.run(f"import sys\nsys.path.append({str(tmp_path)!r})\n" + MODULES + WRITERS)
+    changed = state(guarded.work)
+    for name in OLD:
+        assert changed.get(name) != before[name] or name == "data.db", name
+    after = restored(guarded)
+    assert {path: after.get(path) for path in before} == before
+    assert {path for path in after if path not in before} == {*changed} - {*before}
+
+
+REFUSED = {
+    "the disk is full": """
+shutil.disk_usage = lambda path: os.statvfs_result  # as below
+shutil.disk_usage = lambda path: type("Usage", (), {"free": 10})
+open("last.ckpt", "w")""",
+    "links and copies fail": """
+os.link = shutil.disk_usage = lambda *a, **k: (_ for _ in ()).throw(OSError(1, "no"))
+os.remove("last.ckpt")""",
+    "a command in a command": 'os.system("rm $(echo last.ckpt)")',
+    "an unknown variable": 'os.system("echo x > $UNKNOWN_FOLDER/last.ckpt")',
+    "xargs": 'os.system("ls | xargs rm -r")',
+    "the vault has gone": 'shutil.rmtree(os.environ["DDP_DOCTOR_VAULT"]); os.remove("last.ckpt")',
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_put_away_is_not_done(guarded: Guarded, name: str) -> None:
+    fill(guarded.work)
+    before = state(guarded.work)
+    guarded.run("print('begun')\n" + MODULES + REFUSED[name] + "\nopen('late', 'w')", status=2)
+    assert (guarded.notes / "refused").read_text().count("\n") == 1
+    assert state(guarded.work) == before
+
+
+def test_what_may_not_be_done_fails_as_it_does_without(guarded: Guarded) -> None:
+    fill(guarded.work)
+    program = """
+for act in (
+    lambda: os.remove("missing"),
+    lambda: open("no-folder/x", "w"),
+    lambda: os.rename("missing", "last.ckpt"),
+    lambda: os.rmdir("runs"),
+    lambda: open("runs", "w"),
+    lambda: os.remove("runs"),
+    lambda: os.rename("last.ckpt", "runs"),
+    lambda: open("last.ckpt", "x"),
+    lambda: os.open("last.ckpt", os.O_CREAT | os.O_EXCL | os.O_WRONLY),
+    lambda: os.chmod("missing", 0),
+    lambda: os.link("last.ckpt", "logs/train.log"),
+    lambda: subprocess.run(["no-such-command", "last.ckpt"]),
+):
+    try:
+        act()
+    except OSError as error:
+        print(error)
+"""
+    before = state(guarded.work)
+    said = guarded.run(MODULES + program)
+    plain = subprocess.run(
+        [sys.executable, "-c", MODULES + program], cwd=guarded.work, capture_output=True, text=True
+    )
+    assert said.splitlines()[: len(plain.stdout.splitlines())] == plain.stdout.splitlines()
+    assert plain.stdout.count("\n") == 12
+    assert state(guarded.work) == before == restored(guarded)
+
+
+def test_large_files_are_not_copied(guarded: Guarded) -> None:
+    fill(guarded.work)
+    before = state(guarded.work)
+    program = """
+import ddp_doctor.vault
+ddp_doctor.vault.SMALL = 100
+own = os.stat("runs/checkpoint-500/model.pt").st_ino
+ddp_doctor.vault.SMALL = 3
+open("runs/checkpoint-500/model.pt", "w").write("new")
+assert os.stat("runs/checkpoint-500/model.pt").st_ino != own
+own = os.stat("empty.lock").st_ino
+open("empty.lock", "w").write("123")
+assert os.stat("empty.lock").st_ino == own
+"""
+    guarded.run(MODULES + program)
+    after = restored(guarded)
+    assert after == before
