@@ -1,1 +1,12 @@
 """What is watched, by topic: importing this module, in a process that has torch, starts it."""
+
+from ddp_doctor.watch import (  # noqa: F401
+    collectives,
+    loaders,
+    losses,
+    models,
+    optimizers,
+    pace,
+    randomness,
+    schedulers,
+)

@@ -1,5 +1,6 @@
 """The writer of events: one JSON object a line, in a file of this process's own."""
 
+import atexit
 import json
 import os
 import platform
@@ -56,5 +57,14 @@ def cores() -> float:
     return count or 1
 
 
+def close() -> None:
+    """Note what is known only when training is over; a program may end in several ways."""
+    if NOTES.pid == os.getpid():
+        for tell in closing:
+            tell()
+
+
 NOTES = Notes()
 note, begin, context = NOTES.note, NOTES.begin, NOTES.context
+closing: list[Callable[[], None]] = []
+atexit.register(close)

@@ -1,0 +1,171 @@
+"""Models in DDP, models beside them, and their backward passes."""
+
+import gc
+import os
+import weakref
+from collections import Counter, deque
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim.swa_utils import AveragedModel
+
+from ddp_doctor.watch import content, loaders
+from ddp_doctor.watch.hooks import around, where
+from ddp_doctor.watch.note import note
+
+BATCHED = nn.modules.batchnorm._BatchNorm
+MODAL = nn.modules.dropout._DropoutNd, BATCHED  # they differ between training and evaluation
+NODES = 3000  # of the autograd graph
+
+
+class Models:
+    """The live models in DDP, and what was done with them."""
+
+    def __init__(self) -> None:
+        self.wrapped: list[weakref.ref] = []
+        self.averages: list[weakref.ref] = []
+        self.facts = loaders.Weak()  # of each, its parameters at first: {id: (trainable, type)}
+        self.syncs: deque = deque(maxlen=512)  # of each forward pass, whether it is averaged
+        self.forwards = self.backwards = self.sent = 0
+        self.graph: Counter = Counter()
+        self.divisors: list[float] = []  # of the loss, just before its backward pass
+
+    def live(self) -> list[DDP]:
+        self.wrapped = [ref for ref in self.wrapped if ref() is not None]
+        return [model for ref in self.wrapped if (model := ref()) is not None]
+
+
+M = Models()
+LOOKS: list = []  # whether the coming step is looked at: optimizers.py knows
+AFTER: list = []  # what else is done around a backward pass
+
+
+@around(DDP, "__init__")
+def wrapped(self, module, *args, **kwargs):
+    yield
+    M.wrapped.append(weakref.ref(self))
+    first = {id(p): (p.requires_grad, str(p.dtype), str(p.device)) for p in module.parameters()}
+    M.facts.put(self, first)
+    device = next(module.parameters()).device
+    name = f"{device} {os.environ.get('CUDA_VISIBLE_DEVICES', '')}"
+    if device.type == "cuda":
+        name = str(getattr(torch.cuda.get_device_properties(device), "uuid", name))
+    norms = [m for m in module.modules() if isinstance(m, BATCHED)]
+    facts = {
+        "device": name,
+        "type": device.type,
+        "bytes": sum(p.nbytes for p in module.parameters() if p.requires_grad),
+        "batchnorm": sum(not isinstance(m, nn.SyncBatchNorm) for m in norms),
+        "group": self.process_group.size(),
+    }
+    note("ddp", **facts, where=where())
+
+
+@around(AveragedModel, "__init__")
+def averaged(self, *args, **kwargs):
+    yield
+    M.averages.append(weakref.ref(self))
+
+
+@around(DDP, "forward")
+def forward(self, *args, **kwargs):
+    M.sent += bool(self.will_sync_module_buffers())
+    if torch.is_grad_enabled():
+        M.forwards += 1
+        M.syncs.append(bool(self.require_backward_grad_sync))
+        if not loaders.L.names and LOOKS[0]():
+            note("forward", rows=content.rows((args, kwargs)), where=where())
+    yield
+
+
+@around(torch.autograd, "backward")
+def backward(tensors, *args, **kwargs):
+    M.backwards += 1
+    loaders.backward()
+    if not LOOKS[0]():
+        yield
+        return
+    for before, _ in AFTER:
+        before()
+    M.graph += operations(tensors)
+    yield
+    for _, after in AFTER:
+        after()
+
+
+def operations(tensors: Any) -> Counter:
+    """The operations on which a loss depends, and what it is divided by last of all."""
+    roots = [tensors] if torch.is_tensor(tensors) else [*tensors]
+    waiting = [t.grad_fn for t in roots if getattr(t, "grad_fn", None) is not None]
+    node, M.divisors = waiting[0] if len(waiting) == 1 else None, []
+    while node is not None and node.name() in ("DivBackward0", "MulBackward0"):
+        if node.name() == "DivBackward0" and node.next_functions[1][0] is None:
+            M.divisors.append(float(node._saved_other))
+        node = node.next_functions[0][0]
+    seen, found = {*waiting}, Counter()
+    while waiting and len(seen) < NODES:
+        node = waiting.pop()
+        found[node.name()] += 1
+        fresh = {n for n, _ in node.next_functions if n is not None} - seen
+        seen |= fresh
+        waiting += fresh
+    return found if not waiting else Counter()
+
+
+# --- the end of an evaluation
+def buffers(own: loaders.Pass) -> dict[str, Any]:
+    averages = [model for ref in M.averages if (model := ref()) is not None]
+    inner = [*(model.module for model in M.live()), *averages]
+    found = content.digest({n: b for m in inner for n, b in m.named_buffers()})
+    return {"buffers": found, "sent": M.sent}
+
+
+loaders.ENDS.append(buffers)
+
+
+# --- models beside DDP's, such as a teacher or an average
+class Beside:
+    """Those that are there in the first steps. A call of one is noted, for two epochs."""
+
+    def __init__(self) -> None:
+        self.found = loaders.Weak()
+        self.original: Any = None  # nn.Module.__call__; False once it is there again
+        self.put: Any = None
+
+    def look(self, optimized: set[int]) -> None:
+        """Which models are there, and what weights they have."""
+        mine = {id(m) for model in M.live() for m in model.modules()}
+        every = [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]
+        inner = {id(child) for m in every for child in m.children()} | mine
+        for model in every:
+            weights = dict(model.named_parameters()) if id(model) not in inner else {}
+            shared = optimized & {*map(id, weights.values())}
+            if weights and not shared and not isinstance(model, DDP):
+                known = self.found.of(model) or self.found.put(model, {"sums": [], "calls": 0})
+                known["sums"].append(content.digest(weights))
+        if self.found and self.original is None:
+            self.original = nn.Module.__call__
+            around(nn.Module, "__call__")(called)
+            self.put = nn.Module.__call__
+
+    def rest(self) -> None:
+        if self.original and nn.Module.__call__ is self.put:
+            nn.Module.__call__, self.original = self.original, False
+
+
+B = Beside()
+
+
+def called(self, *args, **kwargs):
+    known = B.found.of(self)
+    if known is not None and known["calls"] < 8:
+        known["calls"] += 1
+        modal = [m for m in self.modules() if isinstance(m, MODAL)]
+        facts = {"name": type(self).__name__, "weights": known["sums"][-1], "modal": bool(modal)}
+        moving = known["sums"][0] != known["sums"][-1]
+        trained = loaders.L.here is not None and loaders.L.here.trains
+        asleep = not any(m.training for m in modal)
+        note("beside", **facts, moving=moving, asleep=asleep, trained=trained, where=where())
+    yield

@@ -1,0 +1,258 @@
+"""Optimizers and schedulers: gradients and weights around the first steps, and learning rates."""
+
+import os
+import weakref
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.nn.utils import clip_grad
+from torch.optim import optimizer as optimizers
+
+from ddp_doctor.watch import content, loaders, losses, models
+from ddp_doctor.watch.hooks import Raised, around, careful, where
+from ddp_doctor.watch.models import AFTER, LOOKS, MODAL, M
+from ddp_doctor.watch.note import begin, context, note
+
+FIRST, SECOND = 16, 8  # steps that are looked at, in the first and in the second epoch
+OPTIONS = int | float | bool
+
+
+class Own:
+    """What is known of one optimizer."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.steps = number, 0
+        self.backwards = M.backwards
+        self.kept: weakref.ref | None = None  # a parameter that has had a gradient
+        self.zeroed, self.unzeroed = True, 0  # backward passes since gradients were zeroed
+        self.looked, self.order = False, 0
+
+
+class Optimizers:
+    """All optimizers, and how many steps they have made."""
+
+    def __init__(self) -> None:
+        self.made: weakref.WeakSet = weakref.WeakSet()  # also those that never step
+        self.own = loaders.Weak()
+        self.running: list[int] = []  # ZeroRedundancyOptimizer calls another one
+        self.steps = self.count = 0
+        self.orders: Counter = Counter()  # steps in each of the first passes
+        self.epochs: dict[Any, list] = {}  # the first passes of each loader that trains
+        self.batches = self.syncs = self.backwards = 0  # of loaders and models, at the last step
+        self.synced: dict[int, tuple] = {}  # gradients at the end of the last backward pass
+        self.scaler: Any = None
+
+
+OPT = Optimizers()
+context["step"] = lambda: OPT.steps
+STEPPING: list = []  # what other topics do before and after a step
+
+
+def here() -> tuple:
+    return (loaders.L.here.key, loaders.L.here.number) if loaders.L.here else (None, 0)
+
+
+def looks() -> bool:
+    """Whether gradients, weights and random numbers are looked at in the coming step."""
+    key, number = here()
+    seen = OPT.epochs.get(key, [])
+    if (number not in seen and len(seen) > 1) or len(OPT.epochs) > 8:
+        return False
+    limit = FIRST if number in seen[:1] or not seen else SECOND
+    if (
+        max((n for (k, i, _), n in OPT.orders.items() if (k, i) == (key, number)), default=0)
+        >= limit
+    ):
+        return False
+    return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+
+
+LOOKS.append(looks)
+
+
+# --- around a backward pass
+def zeroed() -> None:
+    for own in OPT.own.values():
+        kept = own.kept() if own.kept else None
+        if kept is None or kept.grad is None or not kept.grad.any():
+            own.zeroed, own.unzeroed = True, 0
+        own.unzeroed += 1
+
+
+@careful
+def synced() -> None:
+    grads = {id(p): p.grad for o in OPT.made for g in o.param_groups for p in g["params"]}
+    OPT.synced = content.digest({i: g for i, g in grads.items() if g is not None and plain(g)})
+
+
+AFTER.append((zeroed, synced))
+
+
+def plain(tensor: torch.Tensor) -> bool:
+    return type(tensor.data).__name__ != "DTensor" and not tensor.is_meta
+
+
+# --- a step
+@around(optimizers.Optimizer, "__init__")
+def made(self, *args, **kwargs):
+    yield
+    OPT.made.add(self)
+
+
+@around(torch.amp.GradScaler, "update")
+def scaler_updated(self, *args, **kwargs):
+    OPT.scaler = weakref.ref(self) if self.is_enabled() else None
+    yield
+
+
+def pre_hook(optimizer, args, kwargs):
+    if id(optimizer) in OPT.running:  # its last step has raised
+        OPT.running.clear()
+    OPT.running.append(id(optimizer))
+    if len(OPT.running) > 1:
+        return None
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        before(optimizer)
+        return None
+    calls = []
+
+    def closed():  # makes the gradients, within step()
+        result = closure()
+        if not calls:
+            before(optimizer)
+        calls.append(1)
+        return result
+
+    return ((args[0], closed), {}) if len(args) > 1 else (args, {**kwargs, "closure": closed})
+
+
+def post_hook(optimizer, args, kwargs):
+    if OPT.running[-1:] == [id(optimizer)]:
+        OPT.running.pop()
+    if not OPT.running:
+        after(optimizer)
+
+
+optimizers.register_optimizer_step_pre_hook(pre_hook)
+optimizers.register_optimizer_step_post_hook(post_hook)
+
+
+def before(optimizer: Any) -> None:
+    begin(int(os.environ.get("RANK", 0)), 1)  # a program without a process group
+    own = OPT.own.of(optimizer)
+    if own is None:
+        own, OPT.count = OPT.own.put(optimizer, Own(OPT.count)), OPT.count + 1
+    for start, _ in STEPPING:
+        start(optimizer)
+    own.looked = looks()
+    if own.looked:
+        key, number = here()
+        seen = OPT.epochs.setdefault(key, [])
+        seen += [number] if number not in seen else []
+        own.order = OPT.orders[key, number, own.number]
+        note_before(optimizer, own)
+
+
+@careful
+def note_before(optimizer: Any, own: Own) -> None:
+    names = named(optimizer)
+    ours = {n: p for n, p in names.items() if plain(p)}
+    graded = {n: p for n, p in ours.items() if p.grad is not None}
+    live = M.live()
+    wrapped = {n: p for m in live for n, p in m.module.named_parameters()}
+    inside = {id(p) for p in wrapped.values()}
+    first = {i: facts for m in live for i, facts in (M.facts.of(m) or {}).items()}
+    optimized = {id(p) for o in OPT.made for g in o.param_groups for p in g["params"]}
+    mine = {id(p) for p in graded.values()}
+    both = [m.module for m in live if {id(p) for p in m.module.parameters()} & mine]
+    asleep = [layer for m in both if not m.training for layer in m.modules()]
+    more = M.backwards > own.backwards  # since this optimizer's last step
+    kept, scaler = own.kept() if own.kept else None, OPT.scaler() if OPT.scaler else None
+    scale = scaler.get_scale() if scaler is not None else 1.0
+    moved = [n for n, p in graded.items() if first.get(id(p), (0, 0, 0))[1:] != kind(p)]
+    count = M.forwards - OPT.syncs
+    facts = {
+        "optimizer": own.number,
+        "order": own.order,
+        "weights": content.digest(ours) if own.order == 0 else {},
+        "grads": content.digest({n: p.grad for n, p in graded.items()}),
+        "synced": {n: OPT.synced[id(p)] for n, p in graded.items() if id(p) in OPT.synced},
+        "options": [*map(options, optimizer.param_groups[:8])],
+        "scale": scale,
+        "late": [n for n, p in graded.items() if id(p) in first and not first[id(p)][0]],
+        "moved": [n for n in moved if id(graded[n]) in first],
+        "outside": [n for n, p in graded.items() if id(p) not in inside],
+        "idle": [n for n, p in ours.items() if p.requires_grad and p.grad is None],
+        "lost": [n for n, p in wrapped.items() if p.grad is not None and id(p) not in optimized],
+        "asleep": any(isinstance(layer, MODAL) for layer in asleep),
+        "stale": bool(more and kept is not None and kept.grad is not None and not own.zeroed),
+        "incoming": [(i, grad / scale) for i, grad in losses.S.taken()],
+        "world": losses.S.world,
+        "divisors": M.divisors,
+        "graph": dict(M.graph),
+        "sync": [*M.syncs][-count:] if count else [],
+        "backwards": M.backwards - OPT.backwards,
+        "unzeroed": own.unzeroed,
+        "batches": loaders.L.batches - OPT.batches,
+        "states": content.states(),
+        "threads": torch.get_num_threads(),
+    }
+    note("before", **facts, where=where())
+    if own.order == 2 and live:
+        models.B.look(optimized)
+    graded_now = (p for p in ours.values() if p.grad is not None and not p.grad.is_sparse)
+    some = next((p for p in graded_now if p.grad.any()), None)
+    own.kept, own.zeroed, own.unzeroed = some if some is None else weakref.ref(some), False, 0
+
+
+def named(optimizer: Any) -> dict[str, torch.Tensor]:
+    """The parameters of an optimizer, by their names in DDP's models."""
+    known = {id(p): n for m in M.live() for n, p in m.module.named_parameters()}
+    mine, found = [p for group in optimizer.param_groups for p in group["params"]], {}
+    for i, p in enumerate(mine):
+        found[known.get(id(p), f"a parameter of shape {[*p.shape]} (number {i})")] = p
+    return found
+
+
+def kind(p: torch.Tensor) -> tuple[str, str]:
+    return str(p.dtype), str(p.device)
+
+
+def options(group: dict[str, Any]) -> dict[str, Any]:
+    found = {n: v.item() if torch.is_tensor(v) and v.numel() == 1 else v for n, v in group.items()}
+    return {n: v for n, v in found.items() if isinstance(v, OPTIONS)}
+
+
+def after(optimizer: Any) -> None:
+    own = OPT.own.of(optimizer)
+    if own is None:
+        return
+    key, number = here()
+    if own.looked:
+        OPT.orders[key, number, own.number] += 1
+        note_after(optimizer, own)
+    elif models.B.original:
+        models.B.rest()
+    own.backwards, own.steps, OPT.steps = M.backwards, own.steps + 1, OPT.steps + 1
+    OPT.batches, OPT.syncs, OPT.backwards = loaders.L.batches, M.forwards, M.backwards
+    losses.S.taken()
+    M.graph.clear()
+    for _, finish in STEPPING:
+        finish(optimizer)
+
+
+@careful
+def note_after(optimizer: Any, own: Own) -> None:
+    ours = {n: p for n, p in named(optimizer).items() if plain(p)}
+    note("after", optimizer=own.number, order=own.order, weights=content.digest(ours))
+
+
+# --- clipping
+@around(torch.nn.utils, "clip_grad_norm_")
+@around(clip_grad, "clip_grad_norm_")
+def clipped(*args, **kwargs):
+    norm = yield
+    if not isinstance(norm, Raised) and looks() and plain(norm):
+        note("clip", norm=float(norm), backwards=M.backwards - OPT.backwards, where=where())

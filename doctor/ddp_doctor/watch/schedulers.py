@@ -1,0 +1,113 @@
+"""Learning-rate schedulers: how often they step, and the rate after a resume."""
+
+import weakref
+from collections import Counter
+from typing import Any
+
+from torch.optim import lr_scheduler
+
+from ddp_doctor.watch.hooks import around, careful, where
+from ddp_doctor.watch.note import closing, note
+from ddp_doctor.watch.optimizers import OPT, STEPPING
+
+TOTALS = ("total_steps", "T_max", "num_training_steps")
+
+
+class Own:
+    """What one scheduler has done."""
+
+    def __init__(self, number: int, place: str) -> None:
+        self.number, self.place, self.loaded = number, place, False
+        self.calls = self.steps = self.burst = 0  # a burst: calls since the optimizer's last step
+        self.bursts: Counter = Counter()
+
+
+class Schedulers:
+    """The live ones."""
+
+    def __init__(self) -> None:
+        self.own: list[tuple[weakref.ref, Own]] = []
+        self.count = self.depth = 0
+
+    def live(self) -> list[tuple[Any, Own]]:
+        self.own = [pair for pair in self.own if pair[0]() is not None]
+        return [(scheduler, own) for ref, own in self.own if (scheduler := ref()) is not None]
+
+    def of(self, scheduler: Any) -> Own:
+        for other, own in self.live():
+            if other is scheduler:
+                return own
+        self.count += 1
+        self.own.append((weakref.ref(scheduler), Own(self.count, where())))
+        return self.own[-1][1]
+
+
+S = Schedulers()
+KINDS = [kind for kind in vars(lr_scheduler).values() if isinstance(kind, type)]
+
+
+def stepped(self, *args, **kwargs):
+    S.depth += 1  # one scheduler may step others
+    if S.depth == 1:
+        own = S.of(self)
+        own.calls, own.burst = own.calls + 1, own.burst + 1
+    yield
+    S.depth -= 1
+
+
+def made(self, *args, **kwargs):
+    S.depth += 1  # its first step is no step of the program's
+    yield
+    S.depth -= 1
+
+
+def loaded(self, *args, **kwargs):
+    yield
+    S.of(self).loaded = bool(getattr(self, "last_epoch", 0))
+
+
+for kind in KINDS:
+    for name, hook in (("step", stepped), ("__init__", made), ("load_state_dict", loaded)):
+        if name in vars(kind) and hasattr(kind, "get_last_lr"):
+            around(kind, name)(hook)
+
+
+def total(scheduler: Any) -> int | None:
+    """The steps for which it is made, where they can be known."""
+    own = vars(scheduler)
+    given = [own.get(name) for name in TOTALS]
+    for function in own.get("lr_lambdas") or ():
+        given += [(getattr(function, "keywords", None) or {}).get(name) for name in TOTALS]
+    return next((int(value) for value in given if isinstance(value, int | float)), None)
+
+
+@careful
+def before(optimizer: Any) -> None:
+    for scheduler, own in S.live():
+        if getattr(scheduler, "optimizer", None) is not optimizer:
+            continue
+        if own.steps == 0 and own.loaded:
+            rates = [float(rate) for rate in scheduler.get_last_lr()]
+            used = [float(group["lr"]) for group in optimizer.param_groups]
+            note("resumed", name=type(scheduler).__name__, rates=rates, used=used, where=where())
+        own.steps += 1
+        own.bursts[own.burst] += own.steps > 1
+        own.burst = 0
+
+
+@careful
+def told() -> None:
+    for scheduler, own in S.live():
+        facts = {"number": own.number, "calls": own.calls, "steps": own.steps}
+        bursts = {str(size): count for size, count in own.bursts.items()}
+        facts |= {"bursts": bursts, "total": total(scheduler), "where": own.place}
+        note("scheduler", name=type(scheduler).__name__, **facts)
+
+
+def after(optimizer: Any) -> None:
+    if OPT.steps < 64 or OPT.steps % 64 == 0:
+        told()
+
+
+STEPPING.append((before, after))
+closing.append(told)
