@@ -3,9 +3,7 @@
 import contextlib
 import json
 from array import array
-from collections import Counter
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,18 +28,20 @@ class Job:
 
     def __init__(self, folder: Path, status: int) -> None:
         self.folder, self.status = Path(folder), status
-        files = [events for file in self.folder.glob("**/*.jsonl") if (events := read(file))]
-        files = [events for events in files if events[0]["kind"] == "start"]
-        self.world: int = max((events[0]["world"] for events in files), default=0)
+        files = {path: events for path in self.folder.glob("**/*.jsonl") if (events := read(path))}
+        self.world: int = max((events[0].get("world", 0) for events in files.values()), default=0)
         found: dict[int, list[Event]] = {}
-        for events in sorted(files, key=lambda events: events[0]["time"]):
-            if events[0]["world"] == self.world:  # of a rank that was restarted, the last process
-                found[events[0]["rank"] if self.world > 1 else len(found)] = events
+        for path, events in sorted(files.items(), key=lambda item: item[1][0]["time"]):
+            if events[0].get("world") == self.world:  # of a rank that was restarted, the last one
+                rank = events[0]["rank"] if self.world > 1 else len(found)
+                workers = map(read, path.parent.glob(f"{path.stem}-*.worker"))
+                found[rank] = events + [event for worker in workers for event in worker]
         self.ranks = dict(sorted(found.items()))
         self.first: int | None
         self.first, *self.others = [*self.ranks] or [None]
         self.others = self.others if self.world > 1 else []
         self.start = self.ranks[self.first][0] if self.ranks else {}
+        self.topology = {e["what"]: e["name"] for e in self.all("topology")}
 
     def of(self, rank: int | None, kind: str) -> list[Event]:
         return [event for event in self.ranks.get(rank, ()) if event["kind"] == kind]
@@ -53,6 +53,93 @@ class Job:
     def complete(self) -> bool:
         return len(self.ranks) == self.world
 
+    # --- by what ranks may differ on purpose
+    @property
+    def sharded(self) -> str | None:
+        """Why gradients and weights are not compared."""
+        owned = [{n for e in self.of(r, "before") for n in e["names"]} for r in self.ranks]
+        if self.others and any(names != owned[0] for names in owned):
+            return "an optimizer that holds only some parameters of each rank"
+        names = (self.topology.get(what) for what in ("sharded", "averaged"))
+        return self.grouped or next((name for name in names if name), None)
+
+    @property
+    def grouped(self) -> str | None:
+        """Why the data are not compared, either: not all ranks have the same part in the work."""
+        models = self.all("ddp")
+        if models and all(event["group"] == self.world for event in models):
+            return None
+        if any(e["name"] != "barrier" and not e["backwards"] and e["step"] for e in self.early()):
+            return self.topology.get("groups") or "collectives of its own in the forward pass"
+        return self.topology.get("groups")
+
+    def early(self) -> list[Event]:
+        """Collectives in the passes that train, if no model is in DDP."""
+        trained = [[e["key"], e["number"]] for e in self.of(self.first, "trains")] or [None]
+        events = [] if self.all("ddp") or "sharded" in self.topology else self.all("collective")
+        return [e for e in events if e["here"] in trained and e["shape"] not in ([], [1], None)]
+
+    # --- steps
+    def steps(self, rank: int | None, kind: str) -> dict[tuple, Event]:
+        """The events before or after the steps that were looked at, by their places."""
+        return {(e["optimizer"], str(e["here"]), e["order"]): e for e in self.of(rank, kind)}
+
+    def pairs(self, kind: str) -> Iterator[tuple[int, Event, Event]]:
+        """Another rank, a step of the first rank, and the same step of the other one."""
+        for rank in self.others:
+            mine = self.steps(rank, kind)
+            for place, event in self.steps(self.first, kind).items():
+                if place in mine:
+                    yield rank, event, mine[place]
+
+    # --- passes over loaders
+    def passes(self, rank: int | None, trains: bool) -> list[Event]:
+        """The starts of the passes that train, or of those that have ended without."""
+        trained = {(e["key"], e["number"]) for e in self.of(rank, "trains")}
+        starts = self.of(rank, "loader")
+        if trains:
+            return [e for e in starts if (e["key"], e["number"]) in trained]
+        taken = {(e["key"], e["number"]) for e in self.of(rank, "end")}
+        for e in starts:  # Lightning takes the last batch, and does not ask for another
+            if 1 < (e["length"] or 0) <= len(self.batches(rank, e)):
+                taken.add((e["key"], e["number"]))
+        return [e for e in starts if (e["key"], e["number"]) in taken - trained]
+
+    def loaders(self, trains: bool) -> Iterator[dict[int, Event]]:
+        """For each loader, the start of its first such pass on each rank."""
+        found: dict[str, dict[int, Event]] = {}
+        for rank in self.ranks:
+            for event in self.passes(rank, trains):
+                found.setdefault(event["key"], {}).setdefault(rank, event)
+        yield from found.values()
+
+    def batches(self, rank: int | None, start: Event) -> list[Event]:
+        """The first batches of a pass."""
+        here = start["key"], start["number"]
+        return [e for e in self.of(rank, "batch") if (e["key"], e["number"]) == here]
+
+    def end(self, rank: int | None, start: Event) -> Event | None:
+        here = start["key"], start["number"]
+        return next((e for e in self.of(rank, "end") if (e["key"], e["number"]) == here), None)
+
+    def rows(self, rank: int | None, start: Event) -> list[tuple]:
+        """The contents of the first samples of a pass, in their order."""
+        return [tuple(row) for e in self.batches(rank, start) for row in e["rows"]]
+
+    def drawn(self, start: Event) -> list[int]:
+        """The numbers that a pass has drawn, in their order."""
+        return self.listed(start["numbers"])
+
+    def own(self, start: Event) -> set[int]:
+        """The numbers that a loader may draw."""
+        return set(self.listed(start["own"]) or range(start["size"] or 0))
+
+    def listed(self, name: str | None) -> list[int]:
+        numbers = array("q")
+        for path in self.folder.glob(f"**/{name}") if name else ():
+            numbers.frombytes(path.read_bytes()[: path.stat().st_size // 8 * 8])
+        return numbers.tolist()
+
 
 def read(file: Path) -> list[Event]:
     events = []
@@ -60,3 +147,11 @@ def read(file: Path) -> list[Event]:
         for line in file.read_text(encoding="utf-8").splitlines():
             events.append(json.loads(line))
     return events
+
+
+def some(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
+def differing(one: dict, two: dict) -> list[str]:
+    return [name for name in one if name in two and one[name] != two[name]]

@@ -116,21 +116,27 @@ def prints(dataset: Any, size: int) -> dict[str, int]:
     return found
 
 
-def numberings(dataset: Any) -> dict[str, tuple[int, int]]:
-    """Of its lists of texts and dicts of numbers: a checksum of what is in it, and of the order."""
+def numberings(dataset: Any, size: int | None) -> dict[str, tuple[int, int, bool]]:
+    """Of the lists of its samples and of what it numbers: checksums of what, and of the order.
+
+    The last of the three says whether it numbers something, as a dict of classes does.
+    """
     found = {}
     for name, value in attributes(dataset):
-        if isinstance(value, dict) and 1 < len(value) < 100_000:
-            if all(isinstance(v, int) for v in value.values()):
-                found[name] = crc(sorted(map(repr, value))), crc(sorted(map(repr, value.items())))
-        elif (
-            isinstance(value, list)
-            and 1 < len(value) < 100_000
-            and isinstance(value[0], str | tuple)
-        ):
+        if not isinstance(value, dict | list) or not 1 < len(value) < 100_000:
+            continue
+        listed = isinstance(value, list) and (len(value) == size or name == "classes")
+        if listed and all(isinstance(v, str | tuple) for v in value):
             texts = [*map(repr, value)]
-            if not any(" at 0x" in text for text in texts):
-                found[name] = crc(sorted(texts)), crc(texts)
+        elif isinstance(value, dict) and [*map(repr, range(len(value)))] == sorted(
+            map(repr, value.values()), key=lambda text: (len(text), text)
+        ):
+            texts = [repr(key) for key in sorted(value, key=lambda key: value[key])]
+        else:
+            continue
+        if not any(" at 0x" in text for text in texts):
+            numbers = isinstance(value, dict) or name == "classes"
+            found[name] = crc(sorted(texts)), crc(texts), numbers
     return found
 
 

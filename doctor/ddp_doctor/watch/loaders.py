@@ -42,7 +42,7 @@ class Pass:
 
     def __init__(self, key: str, number: int) -> None:
         self.key, self.number, self.named = key, number, {"key": key, "number": number}
-        self.count = self.samples = self.fetches = 0
+        self.count = self.samples = self.fetches = self.sent = 0
         self.ended = self.trains = self.fresh = False  # fresh: a batch came since the last backward
         self.waiting: deque = deque()  # numbers of the batches that are still to come
         self.file: str | None = None
@@ -120,7 +120,7 @@ def describe(own: Pass, loader: Any, iterator: Any) -> None:
     if number is None:
         number, L.sets = L.datasets.put(dataset, L.sets, loader), L.sets + 1
         known["prints"] = (careful(content.prints)(dataset, size) or {}) if size else {}
-        known["orders"] = careful(content.numberings)(dataset) or {}
+        known["orders"] = careful(content.numberings)(dataset, size) or {}
     if own.number < PASSES and not streams:
         L.files += 1
         own.file = str(folder() / f"{os.getpid()}-{L.files}.numbers")
@@ -222,7 +222,7 @@ def end(own: Pass) -> None:
     if own.number < PASSES:
         for tell in [] if own.trains else ENDS:
             told |= tell(own)
-        note("end", **own.named, count=own.count, samples=own.samples, **told)
+        note("end", **own.named, count=own.count, samples=own.samples, sent=own.sent, **told)
     L.here = None if L.here is own else L.here
 
 

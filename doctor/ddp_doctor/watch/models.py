@@ -28,7 +28,7 @@ class Models:
         self.averages: list[weakref.ref] = []
         self.facts = loaders.Weak()  # of each, its parameters at first: {id: (trainable, type)}
         self.syncs: deque = deque(maxlen=512)  # of each forward pass, whether it is averaged
-        self.forwards = self.backwards = self.sent = 0
+        self.forwards = self.backwards = 0
         self.graph: Counter = Counter()
         self.divisors: list[float] = []  # of the loss, just before its backward pass
 
@@ -71,7 +71,8 @@ def averaged(self, *args, **kwargs):
 
 @around(DDP, "forward")
 def forward(self, *args, **kwargs):
-    M.sent += bool(self.will_sync_module_buffers())
+    if loaders.L.here is not None:
+        loaders.L.here.sent += bool(self.will_sync_module_buffers())
     if torch.is_grad_enabled():
         M.forwards += 1
         M.syncs.append(bool(self.require_backward_grad_sync))
@@ -119,7 +120,7 @@ def buffers(own: loaders.Pass) -> dict[str, Any]:
     averages = [model for ref in M.averages if (model := ref()) is not None]
     inner = [*(model.module for model in M.live()), *averages]
     found = content.digest({n: b for m in inner for n, b in m.named_buffers()})
-    return {"buffers": found, "sent": M.sent}
+    return {"buffers": found}
 
 
 loaders.ENDS.append(buffers)
@@ -143,8 +144,9 @@ class Beside:
             weights = dict(model.named_parameters()) if id(model) not in inner else {}
             shared = optimized & {*map(id, weights.values())}
             if weights and not shared and not isinstance(model, DDP):
-                known = self.found.of(model) or self.found.put(model, {"sums": [], "calls": 0})
+                known = self.found.of(model) or self.found.put(model, {"sums": []})
                 known["sums"].append(content.digest(weights))
+                known["calls"] = 0
         if self.found and self.original is None:
             self.original = nn.Module.__call__
             around(nn.Module, "__call__")(called)
@@ -160,12 +162,12 @@ B = Beside()
 
 def called(self, *args, **kwargs):
     known = B.found.of(self)
-    if known is not None and known["calls"] < 8:
+    if known is not None and known["calls"] < 4:
         known["calls"] += 1
         modal = [m for m in self.modules() if isinstance(m, MODAL)]
         facts = {"name": type(self).__name__, "weights": known["sums"][-1], "modal": bool(modal)}
-        moving = known["sums"][0] != known["sums"][-1]
-        trained = loaders.L.here is not None and loaders.L.here.trains
-        asleep = not any(m.training for m in modal)
-        note("beside", **facts, moving=moving, asleep=asleep, trained=trained, where=where())
+        facts["asleep"] = not any(m.training for m in modal)
+        facts["frozen"] = len(known["sums"]) > 1 and known["sums"][0] == known["sums"][-1]
+        facts["trained"] = loaders.L.here is not None and loaders.L.here.trains
+        note("beside", **facts, where=where())
     yield

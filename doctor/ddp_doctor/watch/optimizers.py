@@ -176,6 +176,7 @@ def note_before(optimizer: Any, own: Own) -> None:
     facts = {
         "optimizer": own.number,
         "order": own.order,
+        "names": [*names],
         "weights": content.digest(ours) if own.order == 0 else {},
         "grads": content.digest({n: p.grad for n, p in graded.items()}),
         "synced": {n: OPT.synced[id(p)] for n, p in graded.items() if id(p) in OPT.synced},
@@ -200,7 +201,7 @@ def note_before(optimizer: Any, own: Own) -> None:
         "threads": torch.get_num_threads(),
     }
     note("before", **facts, where=where())
-    if own.order == 2 and live:
+    if own.order in (2, 10) and live:
         models.B.look(optimized)
     graded_now = (p for p in ours.values() if p.grad is not None and not p.grad.is_sparse)
     some = next((p for p in graded_now if p.grad.any()), None)

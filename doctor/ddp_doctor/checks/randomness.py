@@ -1,0 +1,76 @@
+"""Random numbers that are the same on all ranks, in the model or in the samples."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from ddp_doctor.job import Event, Found, Job
+
+REMEDY = "seed each rank with seed + rank, once the model is made"
+
+
+def model(job: Job) -> Iterator[Found]:
+    for rank in job.others[:1] if not job.grouped else ():
+        one, two = job.of(job.first, "before"), job.of(rank, "before")
+        for name in one[0]["states"] if one and two else ():
+            states = [[(e["here"], e["states"].get(name)) for e in own] for own in (one, two)]
+            moves = [sum(a[0] == b[0] and a != b for a, b in pairwise(own)) for own in states]
+            same = all(a == b for a, b in zip(*states, strict=False))
+            for a, b in zip(*(job.passes(r, trains=True) for r in (job.first, rank)), strict=False):
+                begin = a["states"].get(name)  # then they may draw other amounts of numbers
+                same = same or (begin is not None and begin == b["states"].get(name))
+            if min(moves) > 1 and same:
+                what = f"ranks {job.first} and {rank} draw the same random numbers from {name}"
+                yield Found(
+                    "random", one[0]["where"], f"{what}, for dropout or augmentation", REMEDY
+                )
+
+
+def samples(job: Job) -> Iterator[Found]:
+    """In the workers, or where the data set has a generator of its own."""
+    places = {(e["key"], e["number"]): e["place"] for e in job.all("loader")}
+    trained = {(e["key"], e["number"]) for e in job.all("trains")}
+    draws = {
+        r: [e for e in job.of(r, "draws") if (e["key"], e["number"]) in trained] for r in job.ranks
+    }
+    said = set()
+    for rank in job.ranks if not job.grouped else ():
+        for one in draws[job.first]:
+            for two in draws[rank]:
+                same = all(one[name] == two[name] for name in ("key", "number"))
+                if not same or (rank == job.first and one["worker"] == two["worker"]):
+                    continue
+                for name in [n for n in alike(one, two) if (n, one["key"]) not in said]:
+                    if one["worker"] is None and "." not in name:
+                        continue  # of the process's own generators, model() has judged
+                    said.add((name, one["key"]))
+                    who = f"ranks {job.first} and {rank}" if rank != job.first else "a rank"
+                    who = f"the workers of {who}" if one["worker"] is not None else who
+                    what = f"{who} draw the same random numbers from {name}, for the samples"
+                    remedy = (
+                        "seed it in worker_init_fn, or with seed + rank" if "." in name else REMEDY
+                    )
+                    yield Found("random", places[one["key"], one["number"]], what, remedy)
+
+
+def alike(one: Event, two: Event) -> list[str]:
+    """The generators from which both draw, beginning with the same state."""
+    found = []
+    for name, state in one["before"].items():
+        moves = all(e["after"].get(name) != e["before"].get(name) for e in (one, two))
+        same = one["after"].get(name) == two["after"].get(name)
+        seeded = name != "torch" or one["seeds"] or two["seeds"]  # may be seeded for each sample
+        if moves and state == two["before"].get(name) and (same or not seeded):
+            found.append(name)
+    return found
+
+
+def evaluated(job: Job) -> Iterator[Found]:
+    for loader in job.loaders(trains=False):
+        rank, event = min(loader.items())
+        here = event["key"], event["number"]
+        draws = [e for e in job.of(rank, "draws") if (e["key"], e["number"]) == here]
+        names = sorted({n for e in draws for n, s in e["before"].items() if e["after"].get(n) != s})
+        if names:
+            what = f"samples of the evaluation are random (from {', '.join(names)})"
+            remedy = "give it a data set without augmentation"
+            yield Found("random-evaluation", event["place"], what, remedy, "NOTE")
