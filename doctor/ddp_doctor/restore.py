@@ -30,9 +30,11 @@ class Undo:
         # Where an inode was put or renamed to, and the one that has been made anew in its place.
         self.moved: dict[tuple, list[str]] = defaultdict(list)
         self.anew: dict[tuple, tuple] = {}
+        self.made = {r["path"] for r in self.records if "source" in r}  # links, by the program
         for record in self.records:
-            if record["op"] in ("link", "rename"):
-                self.moved[tuple(record["inode"])].append(record.get("to") or record["vault"])
+            for name in ("vault", "to", "source"):
+                if name in record:
+                    self.moved[tuple(record["inode"])].append(record[name])
             if record["op"] == "undone":
                 self.anew[tuple(record["inode"])] = tuple(record["anew"])
         self.said: list[str] = []
@@ -95,7 +97,8 @@ class Undo:
         now = next((p for p in [path, *self.moved[own]] if self.is_it(p, own)), None)
         if now:
             rewrite(vault, now, record)
-        if now != path:
+            self.attributes(now, record)
+        if now != path and not (now and path in self.made):
             self.make_way(path)
             place(now, path) if now else copy_bytes(vault, path)
         self.attributes(path, record)

@@ -135,9 +135,16 @@ class Vault:
                     self.note("vault", path=folder, device=device, start=start)
                     yield folder
 
+    def free_name(self, folder: str) -> str:
+        """A process that was killed may have left something that the journal does not know."""
+        target = os.path.join(folder, str(self.count))
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(target)
+        return target
+
     def link(self, path: str, own: os.stat_result) -> str | None:
         for folder in self.places(path, own.st_dev):
-            target = os.path.join(folder, str(self.count))
+            target = self.free_name(folder)
             try:
                 os.link(path, target)
             except OSError as error:
@@ -150,7 +157,7 @@ class Vault:
 
     def copy(self, path: str, own: os.stat_result) -> None:
         for folder in (next(self.places(path, own.st_dev), self.home), self.home):
-            target = os.path.join(folder, str(self.count))
+            target = self.free_name(folder)
             if shutil.disk_usage(folder).free < own.st_size + SPARE:
                 continue
             try:
@@ -258,7 +265,7 @@ class Vault:
         """A new name of an old file, whose time of change becomes new."""
         with self.existing(source) as own:
             if own and not os.path.lexists(to):
-                self.note("made", path=to, **disk.facts(own))
+                self.note("made", path=to, source=source, **disk.facts(own))
 
     @contextlib.contextmanager
     def existing(self, path: str) -> Iterator[os.stat_result | None]:

@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 from conftest import Guarded
 from ddp_doctor.restore import Undo, is_free
+from ddp_doctor.vault import Vault
 
 OLD = {
     "last.ckpt": b"the old weights\n" * 100,
@@ -62,7 +63,7 @@ def restored(guarded: Guarded) -> dict[str, tuple]:
     assert is_free(guarded.home)
     undo = Undo(guarded.home)
     undo.run()
-    assert not undo.failed
+    assert not undo.failed, undo.failed
     assert not guarded.home.exists()
     return state(guarded.work)
 
@@ -95,7 +96,7 @@ def interrupt(guarded: Guarded, seed: int) -> None:
                 stack.enter_context(mock.patch.object(owner, name, function))
             undo = Undo(guarded.home)
             undo.run()
-            assert not undo.failed
+            assert not undo.failed, undo.failed
 
 
 # Each program destroys something in its own way, and may leave the new file that is named.
@@ -153,7 +154,10 @@ shutil.copytree("n", "runs", dirs_exist_ok=True)""",
     "a folder is renamed, then emptied": """
 os.rename("runs", "runs.old")
 open("runs.old/checkpoint-500/model.pt", "w").write("new")
-shutil.rmtree("runs.old")""",
+shutil.rmtree("runs.old")
+for n in range(9): os.mkdir(f"new{n}"); open(f"new{n}.pt", "w")  # in the place of their inodes""",
+    "an old file in the place of a new link": """
+os.link("last.ckpt", "t"); os.rename("logs/train.log", "t"); os.remove("t")""",
     "a folder is renamed and made again": """
 os.rename("runs", "runs.old")
 os.makedirs("runs/checkpoint-500"); open("runs/checkpoint-500/model.pt", "w").write("new")
@@ -292,8 +296,10 @@ STORM = """
 import random
 chance, end = random.Random(int(sys.argv[1])), time.time() + 20
 names = ["last.ckpt", "logs/train.log", "runs/events.out.tfevents.1", "second-name.ckpt", "moved"]
+names += [f"many/{n}.pt" for n in range(300)]
+own = [f"many/{n}.pt" + sys.argv[1] for n in range(20)]  # another rank cannot open at that moment
 while time.time() < end:
-    a, b = chance.sample(names, 2)
+    a, b = chance.choice(names + own), chance.choice(own)
     with contextlib.suppress(OSError):
         match chance.randrange(9):
             case 0: os.remove(a)
@@ -311,6 +317,9 @@ while time.time() < end:
 @pytest.mark.parametrize("seed", range(6))
 def test_ranks_on_the_same_files_that_are_killed(guarded: Guarded, seed: int) -> None:
     fill(guarded.work)
+    (guarded.work / "many").mkdir()
+    for n in range(300):
+        (guarded.work / "many" / f"{n}.pt").write_text(f"{n} " * 300)
     before = state(guarded.work)
     large = "import ddp_doctor.vault as v\nv.SMALL = 1000\n" if seed % 2 else ""
     program = "import contextlib\n" + MODULES + large + STORM
@@ -437,3 +446,35 @@ assert os.stat("empty.lock").st_ino == own
     guarded.run(MODULES + program)
     after = restored(guarded)
     assert after == before
+
+
+ACTS: dict[str, tuple[Callable, Callable]] = {
+    "write": (lambda v, p: v.before_write(p, True), lambda p: Path(p).write_text("new")),
+    "change": (lambda v, p: v.before_write(p, False), lambda p: os.truncate(p, 3)),
+    "remove": (lambda v, p: v.before_remove(p), os.remove),
+    "rename": (lambda v, p: v.before_rename(p, p + ".1"), lambda p: os.rename(p, p + ".1")),
+    "replace": (lambda v, p: v.before_rename(p + ".t", p), lambda p: os.rename(p + ".t", p)),
+}
+
+
+@pytest.mark.parametrize("first", ACTS)
+@pytest.mark.parametrize("second", ACTS)
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("small", [0, 1000])
+def test_two_ranks_at_the_same_moment(
+    guarded: Guarded, first: str, second: str, swapped: bool, small: int
+) -> None:
+    """Both are about to act before either of them has acted."""
+    fill(guarded.work)
+    before = state(guarded.work)
+    os.environ["DDP_DOCTOR_START"] = guarded.environment()["DDP_DOCTOR_START"]
+    path = str(guarded.work / "logs" / "train.log")
+    Path(path + ".t").write_text("newer")
+    with mock.patch("ddp_doctor.vault.SMALL", small):
+        for name in (first, second):
+            ACTS[name][0](Vault(str(guarded.home)), path)
+    for name in (second, first) if swapped else (first, second):
+        with contextlib.suppress(FileNotFoundError):
+            ACTS[name][1](path)
+    after = restored(guarded)
+    assert {name: after.get(name) for name in before} == before

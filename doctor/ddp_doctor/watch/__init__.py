@@ -2,6 +2,8 @@
 
 from ddp_doctor.watch import (  # noqa: F401
     collectives,
+    ends,
+    files,
     loaders,
     losses,
     models,
