@@ -196,11 +196,13 @@ def is_free(home: Path) -> bool:
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """The vaults, with a journal, of runs that were ended before they could restore."""
-    folder = folder.resolve()
-    return [
-        journal.parent
-        for parent in (folder, *folder.parents)
-        for journal in sorted(parent.glob(f"{NAME}/*/journal.jsonl"))
-        if is_free(journal.parent)
-    ]
+    """The vaults of runs in this folder that were ended before they could restore."""
+    folder, found = folder.resolve(), []
+    places = [parent / NAME for parent in (folder, *folder.parents)]
+    for journal in [j for place in places for j in sorted(place.glob("*/journal.jsonl"))]:
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            own = Path(json.loads(journal.open().readline())["for"])
+            related = own == folder or own in folder.parents or folder in own.parents
+            if related and is_free(journal.parent):
+                found.append(journal.parent)
+    return found

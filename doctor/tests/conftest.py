@@ -2,9 +2,11 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -50,5 +52,8 @@ class Guarded:
 
 
 @pytest.fixture
-def guarded(tmp_path: Path) -> Guarded:
-    return Guarded(tmp_path)
+def guarded(tmp_path: Path) -> Iterator[Guarded]:
+    own = Guarded(tmp_path)
+    yield own
+    if own.home:
+        shutil.rmtree(own.home, ignore_errors=True)
