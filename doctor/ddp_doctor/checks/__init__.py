@@ -1,10 +1,11 @@
 """What is judged, by topic. A check gets a Job, and yields a Found for each thing that it finds."""
 
-from ddp_doctor.checks import data, evaluation, losses, machine, randomness, weights
+from ddp_doctor.checks import data, ends, evaluation, losses, machine, randomness, weights
 from ddp_doctor.checks.machine import blind, speed  # noqa: F401
 from ddp_doctor.job import Found, Job
 
 CHECKS = [
+    ends.ends,
     machine.alone,
     data.shares,
     data.inputs,
@@ -14,6 +15,7 @@ CHECKS = [
     evaluation.buffers,
     evaluation.beside,
     weights.settings,
+    weights.skipped,
     weights.weights,
     weights.learning,
     weights.accumulation,
@@ -34,7 +36,10 @@ CHECKS = [
 
 
 def judge(job: Job) -> list[Found]:
-    """What all checks find. What one process is told of itself alone comes from a few of them."""
+    """What all checks find. A rank that takes no step explains what some others would find."""
     if not job.ranks:
         return []
-    return [*dict.fromkeys(found for check in CHECKS for found in check(job))]
+    causes = [*weights.skipped(job), *machine.alone(job)]
+    later = (weights.weights, weights.accumulation, ends.ends) if causes else ()
+    found = (found for check in CHECKS if check not in later for found in check(job))
+    return [*dict.fromkeys(found)]

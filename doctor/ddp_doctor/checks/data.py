@@ -48,11 +48,14 @@ def numbers(job: Job, loader: dict[int, Event]) -> Iterator[Found]:
         yield Found("split", place, what, "split with the same seed on all ranks")
     elif event["distributed"] and alike.verdict in ("other", "order"):
         return  # which meaning() says
-    elif event["random"]:
+    elif event["random"] or any(len({*one}) < 0.95 * len(one) for one in drawn):
         yield from replaced(job, event, drawn, alike)
     elif seen and twice > job.world + event["padded"] and alike.verdict != "other":
         what = f"an epoch has {twice} of {len(set().union(*own))} samples on more than one rank"
-        if alike.verdict == "unknown":
+        if alike.verdict == "same" and max(map(len, drawn)) < 0.9 * len(seen):
+            remedy = "give each rank its share, unless it is meant"
+            yield Found("not-sharded", place, what, remedy, "NOTE")
+        elif alike.verdict == "unknown":
             what = (
                 f"an epoch has {twice} numbers on more than one rank, of one data set or of several"
             )
@@ -229,7 +232,7 @@ def alike(one: dict[int, list], two: dict[int, list]) -> Alike:
         return Alike("targets", len(common) - equal[others[0]])
     if several:
         return Alike("same", len(common))
-    if others and len(others) == len(parts):
+    if others and len(others) == sum(plain):
         mine, theirs = ({tuple(row) for rows in d.values() for row in rows} for d in (one, two))
         moved = len(mine & theirs) > 0.5 * min(len(mine), len(theirs))
         return Alike("order" if moved else "other", len(common) - equal[others[0]])

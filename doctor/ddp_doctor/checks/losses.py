@@ -114,7 +114,7 @@ def schedule(job: Job) -> Iterator[Found]:
         elif most and times == 1 and total == epochs > 1 and calls > 3 * total:
             what = f"{made}, one in each epoch, and has made {calls}"
             yield Found("scheduler", place, what, f"{remedy} once in each epoch")
-        elif ended and calls <= epochs + 1 < total and total == steps > 3 * epochs:
+        elif ended and 0 < calls <= epochs + 1 < total and total == steps > 3 * epochs:
             what = f"{made}, one in each optimizer step, and has made {calls}"
             yield Found("scheduler", place, what, f"{remedy} in each optimizer step")
         elif ended and most and total > calls and total in whole_epochs(job, epochs):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from ddp_doctor.events import Sums
 from ddp_doctor.job import Event, Found, Job, differing, some
 
 
@@ -19,7 +20,11 @@ def settings(job: Job) -> Iterator[Found]:
 
 def weights(job: Job) -> Iterator[Found]:
     """The first step after which weights differ, and why."""
-    if job.sharded or meet_again(job):
+    if job.sharded:
+        return
+    if meet_again(job):
+        what = "the weights of the ranks differ, and are the same again later"
+        yield Found("limits", "the model", what, "average them at the end, too", "NOTE")
         return
     afters = {r: job.steps(r, "after") for r in job.ranks}
     for rank, one, two in job.pairs("before"):
@@ -46,6 +51,17 @@ def weights(job: Job) -> Iterator[Found]:
         remedy = "change none on one rank, and load the optimizer's state on all"
         yield told("weights", what, after, other, names, one, remedy)
         return
+
+
+def skipped(job: Job) -> Iterator[Found]:
+    """A rank that takes no step for a batch."""
+    for rank, one, two in job.pairs("before") if not job.grouped else ():
+        if one["batches"] != two["batches"] and one["optimizer"] == 0:
+            late = rank if two["batches"] > one["batches"] else job.first
+            what = f"before step {one['step']}, rank {late} takes no step for a batch"
+            what += ", but another rank does"
+            yield Found("skipped", one["where"], what, "let all ranks skip a batch together")
+            return
 
 
 def meet_again(job: Job) -> bool:
@@ -121,8 +137,11 @@ def learning(job: Job) -> Iterator[Found]:
         if asleep := [e for e in events if e["asleep"]]:
             what = f"step {asleep[0]['step']} is taken in eval mode"
             yield Found("eval-mode", place, what, "call model.train() after each evaluation")
-    if len(every) > 1 and (lost := sorted({*every[-1]["lost"]} & {*every[-2]["lost"]})):
-        what = f"no optimizer has {some(len(lost), 'parameter')} with a gradient (first {lost[0]})"
+    lost = {*every[-1]["lost"]} & {*every[-2]["lost"]} if len(every) > 1 else set()
+    if lost and not job.sharded:
+        what = (
+            f"no optimizer has {some(len(lost), 'parameter')} with a gradient (first {min(lost)})"
+        )
         yield Found("lost", every[0]["where"], what, "give them to it, or freeze them")
 
 

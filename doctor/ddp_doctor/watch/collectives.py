@@ -21,7 +21,7 @@ CALLS += " all_to_all_single reduce_scatter all_reduce_coalesced"
 VALUES, LIMIT = 500, 20_000  # calls whose values are noted, and calls that are noted at all
 LIBRARIES = {"deepspeed": "sharded", "torch.distributed.pipelining": "groups"}
 LIBRARIES |= {"torch.distributed.algorithms.model_averaging.averagers": "averaged"}
-LIBRARIES |= {"torch.distributed.tensor.parallel": "", "megatron.core": "groups"}
+LIBRARIES |= {"megatron.core": "groups"}
 
 
 class Calls:
@@ -131,7 +131,7 @@ def looked(optimizer: Any) -> None:
     if OPT.steps > 2:
         return
     for name, what in LIBRARIES.items():
-        if what and name in sys.modules:
+        if name in sys.modules:
             told(what, name.split(".")[-1])
     if "Zero" in type(optimizer).__name__ or "LocalSGD" in type(optimizer).__name__:
         told(
@@ -139,13 +139,12 @@ def looked(optimizer: Any) -> None:
             type(optimizer).__name__,
         )
     parameters = [*named(optimizer).values()]
-    modules = sys.modules.get("torch.distributed.fsdp")
     if any(hasattr(p, "_fsdp_flattened") for p in parameters):
         told("sharded", "FullyShardedDataParallel")
     if not all(map(plain, parameters)):
         told("sharded", "fully_shard or a tensor's placement")
-        tensor_parallel = "torch.distributed.tensor.parallel" in sys.modules
-        if tensor_parallel and not getattr(modules, "FSDPModule", None):
+        placements = [str(getattr(p, "placements", "")) for p in parameters]
+        if any(text != "(Shard(dim=0),)" for text in placements):  # fully_shard has these alone
             told("groups", "tensor parallelism")
 
 

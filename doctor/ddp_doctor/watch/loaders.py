@@ -46,6 +46,7 @@ class Pass:
         self.ended = self.trains = self.fresh = False  # fresh: a batch came since the last backward
         self.waiting: deque = deque()  # numbers of the batches that are still to come
         self.file: str | None = None
+        self.iterator: Any = None  # a weak reference
         self.maps: list = []  # of a Subset's numbers to those of the data set
 
 
@@ -99,6 +100,7 @@ def begin(iterator: Any, loader: Any) -> Pass:
     key = L.names.of(loader) or f"{type(loader).__name__}#0"
     own = L.opening = Pass(key, L.numbers[key])
     L.numbers[key] += 1
+    own.iterator = weakref.ref(iterator)
     L.open = [*(p for p in L.open if not p.ended), own][-16:]
     return L.passes.put(iterator, own)
 
@@ -228,8 +230,9 @@ def end(own: Pass) -> None:
 
 def backward() -> None:
     """The passes that have given a batch since the last backward pass are those that train."""
-    for own in L.open:
-        if own.fresh and not own.trains and not own.ended:
+    for own in L.open:  # that of next(iter(loader)) is gone, unless it is the last one
+        gone = own.ended or (own.iterator() is None and own is not L.here)
+        if own.fresh and not own.trains and not gone:
             own.trains = True
             note("trains", **own.named)
         own.fresh = False

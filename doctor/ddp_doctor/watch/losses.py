@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from ddp_doctor.watch import loaders
 from ddp_doctor.watch.hooks import LIBRARY, Raised, around, foreign, where
-from ddp_doctor.watch.models import LOOKS
+from ddp_doctor.watch.models import AFTER, LOOKS, M
 from ddp_doctor.watch.note import note
 
 WORLD = re.compile(r"world|n_?gpus?\b|nprocs?|num_proc|n_?ranks|num_ranks|replicas", re.I)
@@ -82,6 +82,14 @@ def noted(result: torch.Tensor, **facts: Any) -> None:
         result.register_hook(lambda grad: S.incoming.append((index, grad.detach())))
     S.world = S.world or divides_by_world()
     note("loss", index=index, drawn=loaders.L.drawn, **facts, where=where())
+
+
+def divided() -> None:
+    """Before a backward pass: whether a loss of the user's own is divided."""
+    S.world = S.world or (bool(M.divisors) and divides_by_world())
+
+
+AFTER.append((divided, lambda: None))
 
 
 def divides_by_world() -> bool:

@@ -88,9 +88,9 @@ def backward(tensors, *args, **kwargs):
     if not LOOKS[0]():
         yield
         return
+    M.graph += operations(tensors)
     for before, _ in AFTER:
         before()
-    M.graph += operations(tensors)
     yield
     for _, after in AFTER:
         after()
@@ -118,7 +118,7 @@ def operations(tensors: Any) -> Counter:
 # --- the end of an evaluation
 def buffers(own: loaders.Pass) -> dict[str, Any]:
     averages = [model for ref in M.averages if (model := ref()) is not None]
-    inner = [*(model.module for model in M.live()), *averages]
+    inner = [model.module for model in (*M.live(), *averages)]
     found = content.digest({n: b for m in inner for n, b in m.named_buffers()})
     return {"buffers": found}
 

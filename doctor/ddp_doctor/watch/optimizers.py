@@ -39,7 +39,8 @@ class Optimizers:
         self.steps = self.count = 0
         self.orders: Counter = Counter()  # steps in each of the first passes
         self.epochs: dict[Any, list] = {}  # the first passes of each loader that trains
-        self.batches = self.syncs = self.backwards = 0  # of loaders and models, at the last step
+        self.syncs = self.backwards = 0  # of the models, at the last step
+        self.last = (None, 0), 0  # the pass of the last step, and its batches
         self.synced: dict[int, tuple] = {}  # gradients at the end of the last backward pass
         self.scaler: Any = None
 
@@ -196,7 +197,7 @@ def note_before(optimizer: Any, own: Own) -> None:
         "sync": [*M.syncs][-count:] if count else [],
         "backwards": M.backwards - OPT.backwards,
         "unzeroed": own.unzeroed,
-        "batches": loaders.L.batches - OPT.batches,
+        "batches": batches(),
         "states": content.states(),
         "threads": torch.get_num_threads(),
     }
@@ -206,6 +207,12 @@ def note_before(optimizer: Any, own: Own) -> None:
     graded_now = (p for p in ours.values() if p.grad is not None and not p.grad.is_sparse)
     some = next((p for p in graded_now if p.grad.any()), None)
     own.kept, own.zeroed, own.unzeroed = some if some is None else weakref.ref(some), False, 0
+
+
+def batches() -> int:
+    """Those that this pass has given since the last step."""
+    count = loaders.L.here.count if loaders.L.here else 0
+    return count - (OPT.last[1] if OPT.last[0] == here() else 0)
 
 
 def named(optimizer: Any) -> dict[str, torch.Tensor]:
@@ -234,10 +241,11 @@ def after(optimizer: Any) -> None:
     if own.looked:
         OPT.orders[key, number, own.number] += 1
         note_after(optimizer, own)
-    elif models.B.original:
+    elif models.B.original and all(len(seen) > 1 for seen in OPT.epochs.values()):
         models.B.rest()
     own.backwards, own.steps, OPT.steps = M.backwards, own.steps + 1, OPT.steps + 1
-    OPT.batches, OPT.syncs, OPT.backwards = loaders.L.batches, M.forwards, M.backwards
+    OPT.syncs, OPT.backwards = M.forwards, M.backwards
+    OPT.last = here(), loaders.L.here.count if loaders.L.here else 0
     losses.S.taken()
     M.graph.clear()
     for _, finish in STEPPING:

@@ -59,6 +59,7 @@ def made(self, *args, **kwargs):
     S.depth += 1  # its first step is no step of the program's
     yield
     S.depth -= 1
+    S.of(self)
 
 
 def loaded(self, *args, **kwargs):
