@@ -106,21 +106,20 @@ def speed(job: Job) -> str:
     if not paces:
         return ""
     pace, models = paces[-1], job.of(job.first, "ddp")
-    total, data, update = (pace[name] / pace["steps"] for name in ("total", "data", "update"))
-    exposed = max(0.0, pace["exposed"] or 0.0)
-    groups = [group for e in job.of(job.first, "before") for group in e["options"]]
-    slow = any(group.get("fused", True) is False for group in groups)
-    found = [
-        (data, "waiting for data", "raise num_workers"),
-        (max(0.0, total - data - update - exposed), "forward and backward", ""),
-        (update, "optimizer", "use fused=True" if slow else ""),
-    ]
-    if models and job.world > 1 and pace["exposed"] is not None:
+    total, data, update = (pace[name] for name in ("total", "data", "update"))
+    steps = job.of(job.first, "before")
+    exposed = (pace["exposed"] or 0.0) * (sum(steps[-1]["sync"]) if steps else 1)
+    slow = any(g.get("fused", True) is False for event in steps for g in event["options"])
+    rest, name = total - data - update, "forward and backward"
+    parts = [(data, "waiting for data", "raise num_workers")]
+    parts += [(rest, name, ""), (update, "optimizer", "use fused=True" if slow else "")]
+    if models and job.world > 1 and 0 < exposed < rest:
         size = sum(e["bytes"] for e in models) / 1e6
-        name = f"waiting for the other ranks and {size:.1f} MB of gradients"
-        found.insert(2, (exposed, name, "raise the batch size"))
-    times = ", ".join(f"{name} {1e3 * seconds:.1f}" for seconds, name, _ in found)
-    remedy = max(found)[2]
+        parts[1] = rest - exposed, name, ""
+        name = f"waiting for the all-reduce of {size:.1f} MB"
+        parts.insert(2, (exposed, name, "raise the batch size"))
+    times = ", ".join(f"{name} {1e3 * seconds:.1f}" for seconds, name, _ in parts)
+    remedy = max(parts)[2]
     return f"TIME a step takes {1e3 * total:.1f} ms: {times}" + (f": {remedy}" if remedy else "")
 
 

@@ -18,6 +18,7 @@ from ddp_doctor.watch.note import note
 BATCHED = nn.modules.batchnorm._BatchNorm
 MODAL = nn.modules.dropout._DropoutNd, BATCHED  # they differ between training and evaluation
 NODES = 3000  # of the autograd graph
+RATE = 20  # of so many iterations, DDP measures one
 
 
 class Models:
@@ -48,6 +49,7 @@ def wrapped(self, module, *args, **kwargs):
     M.wrapped.append(weakref.ref(self))
     first = {id(p): (p.requires_grad, str(p.dtype), str(p.device)) for p in module.parameters()}
     M.facts.put(self, first)
+    self._set_ddp_runtime_logging_sample_rate(RATE)
     device = next(module.parameters()).device
     name = f"{device} {os.environ.get('CUDA_VISIBLE_DEVICES', '')}"
     if device.type == "cuda":

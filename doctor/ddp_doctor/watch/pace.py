@@ -1,8 +1,8 @@
-"""Where the time goes: the wall clock of undisturbed steps, and DDP's own logger."""
+"""Where the time goes: the wall clock of undisturbed steps, and what DDP's own logger measures."""
 
 import statistics
 import time
-from collections import Counter
+from collections import deque
 from typing import Any
 
 from ddp_doctor.watch import loaders
@@ -11,59 +11,64 @@ from ddp_doctor.watch.models import M
 from ddp_doctor.watch.note import closing, note
 from ddp_doctor.watch.optimizers import OPT, STEPPING, here
 
-RATE = 20  # of DDP's iterations, one is measured
+OUTLIER = 3  # a step that takes so many times the median has saved a snapshot, or evaluated
 
 
 class Pace:
-    """The undisturbed steps so far."""
+    """The steps so far; with several optimizers, from one step of the first one to its next."""
 
     def __init__(self) -> None:
-        self.begun = self.updating = self.waited = 0.0
-        self.clean: Any = None  # the pass in which the last step ended, if it was not looked at
-        self.total = self.data = self.update = 0.0
-        self.steps: Counter = Counter()  # of each optimizer
+        self.steps: deque = deque(maxlen=4096)  # seconds in all, for data, in optimizers
         self.exposed: dict[int, float] = {}  # of each iteration that DDP has measured
+        self.started: Any = None  # when and where the step began, if nothing disturbs it
+        self.begun = self.update = self.waited = 0.0
 
 
 P = Pace()
 
 
 def before(optimizer: Any) -> None:
-    P.updating = time.perf_counter()
+    P.begun = time.perf_counter()
 
 
 def after(optimizer: Any) -> None:
     now, own = time.perf_counter(), OPT.own.of(optimizer)
-    if P.clean == here() and not own.looked:
-        P.total += now - P.begun
-        P.data += loaders.L.waited - P.waited
-        P.update += now - P.updating
-        P.steps[own.number] += 1
-    P.clean, P.begun, P.waited = None if own.looked else here(), now, loaders.L.waited
-    if OPT.steps % RATE == 0 or OPT.steps < 12:
+    P.update += now - P.begun
+    if own.looked:
+        P.started = None
+    if own.number:
+        return
+    place = here(), sum(loaders.L.numbers.values())
+    if P.started and P.started[1] == place:
+        P.steps.append((now - P.started[0], loaders.L.waited - P.waited, P.update))
         measured()
+    P.started = None if own.looked else (now, place)
+    P.update, P.waited = 0.0, loaders.L.waited
     if OPT.steps % 64 == 0:
         told()
-    P.begun += time.perf_counter() - now
 
 
 @careful
 def measured() -> None:
-    """What an iteration has waited for its all-reduces: DDP's logger knows, without a sync."""
+    """What an iteration has waited for its all-reduces, once its backward pass was done."""
     for model in M.live()[:1]:
         found = model._get_ddp_logging_data()
-        if found.get("iteration", 0) not in P.exposed and "backward_comm_time" in found:
+        if "backward_comm_time" in found and found["iteration"] not in P.exposed:
             covered = found.get("backward_compute_comm_overlap_time", 0)
-            P.exposed[found["iteration"]] = (found["backward_comm_time"] - covered) / 1e9
+            seconds = (found["backward_comm_time"] - covered) / 1e9
+            P.exposed[found["iteration"]] = seconds if len(P.steps) > 1 else 0.0
 
 
 @careful
 def told() -> None:
-    if steps := max(P.steps.values(), default=0):
-        later = [seconds for number, seconds in P.exposed.items() if number > 2]
-        exposed = statistics.median(later) if later else None
-        facts = {"total": P.total, "data": P.data, "update": P.update, "exposed": exposed}
-        note("pace", steps=steps, **facts)
+    if not P.steps:
+        return
+    limit = OUTLIER * statistics.median(step[0] for step in P.steps)
+    steps = [step for step in P.steps if step[0] <= limit]
+    total, data, update = (statistics.fmean(parts) for parts in zip(*steps, strict=True))
+    measured = [seconds for seconds in P.exposed.values() if seconds]
+    exposed = statistics.median(measured) if measured else None
+    note("pace", steps=len(steps), total=total, data=data, update=update, exposed=exposed)
 
 
 STEPPING.append((before, after))
