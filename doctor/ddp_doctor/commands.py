@@ -97,7 +97,7 @@ class Commands:
         elif name == "find" and any(word in FIND for word in rest):
             self.write(paths[:1])
         elif not name.startswith("python") or any(re.match("-[a-zA-Z]*[IES]", f) for f in flags):
-            self.write([p for p in [words[0], *operands(rest)] if self.is_small(p)])
+            self.write([p for p in operands(rest) if self.is_small(p)])
             self.script([words[0]] if os.sep in words[0] else [])
 
     def script(self, paths: list[str]) -> None:

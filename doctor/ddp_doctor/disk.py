@@ -99,8 +99,9 @@ def make_home(folder: Path) -> Path:
             start = make_folder(str(home))
             with open(home / "journal.jsonl", "x") as file:
                 fcntl.flock(file, fcntl.LOCK_EX)  # some file systems have no locks
-                own = {"op": "vault", "path": str(home), "start": start, "for": str(folder.resolve())}
-                file.write(json.dumps({**own, "device": os.stat(home).st_dev}) + "\n")
+                own = {"op": "vault", "path": str(home), "device": os.stat(home).st_dev}
+                own |= {"start": start, "for": str(folder.resolve())}
+                file.write(json.dumps(own) + "\n")
             return home
         except OSError:
             shutil.rmtree(home, ignore_errors=True)

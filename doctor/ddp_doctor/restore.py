@@ -112,7 +112,7 @@ class Undo:
 
     def rename(self, record: dict) -> None:
         path, to, own = record["path"], record["to"], tuple(record["inode"])
-        if self.is_it(to, own) and self.is_it(path, own):
+        if self.is_it(to, own) and self.is_it(path, own) and not os.path.isdir(to):
             os.remove(to)  # another step has put it back already
         elif self.is_it(to, own):
             self.make_way(path)
@@ -121,7 +121,7 @@ class Undo:
     def rmdir(self, record: dict) -> None:
         if not os.path.isdir(record["path"]) or os.path.islink(record["path"]):
             self.make_way(record["path"])
-            os.mkdir(record["path"])
+            self.folder(record["path"])
         self.attributes(record["path"], record)
 
     def stat(self, record: dict) -> None:
@@ -134,7 +134,7 @@ class Undo:
 
     def make_way(self, path: str) -> None:
         """Remove a new file; keep a new folder, and what the run cannot have made, by its side."""
-        os.makedirs(os.path.dirname(path), exist_ok=True)
+        self.folder(os.path.dirname(path))
         if not os.path.lexists(path):
             return
         own = os.lstat(path)
@@ -148,6 +148,21 @@ class Undo:
             self.said.append(f"{aside} is what the program has put in the place of {path}")
         else:
             os.remove(path)
+
+    def folder(self, path: str) -> None:
+        """Make it, or bring it back, if another rank has renamed it just before the act."""
+        if not os.path.isdir(path):
+            self.folder(os.path.dirname(path))
+            renamed = [
+                (r["to"], tuple(r["inode"]))
+                for r in self.records
+                if r["op"] == "rename" and r["path"] == path
+            ]
+            now = next((to for to, own in renamed if self.is_it(to, own)), None)
+            if now:
+                os.rename(now, path)
+            else:
+                os.mkdir(path)
 
     def attributes(self, path: str, record: dict) -> None:
         if not os.path.lexists(path) or os.path.islink(path):

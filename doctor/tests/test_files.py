@@ -16,6 +16,7 @@ from unittest import mock
 
 import pytest
 from conftest import Guarded
+
 from ddp_doctor.restore import Undo, is_free
 from ddp_doctor.vault import Vault
 
@@ -307,9 +308,9 @@ while time.time() < end:
             case 2: open(a, "w").write("new" * 9000)
             case 3: open(a, "a").write("new")
             case 4: open("t" + sys.argv[1], "w").write("new"); os.replace("t" + sys.argv[1], a)
-            case 5: shutil.rmtree("runs")
+            case 5: shutil.rmtree("runs") if sys.argv[1][-1] == "0" else None
             case 6: os.makedirs("runs", exist_ok=True)
-            case 7: os.rename("runs", "runs.old") if chance.random() < 0.3 else None
+            case 7: os.rename("runs", "runs.old") if sys.argv[1][-1] == "0" else None
             case 8: os.link(a, b)
 """
 
