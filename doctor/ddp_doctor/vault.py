@@ -75,8 +75,8 @@ class Vault:
 
     def learn(self, record: dict) -> None:
         self.count += 1
-        if "inode" in record:
-            self.known.add(tuple(record["inode"]))
+        own = tuple(record.get("inode", ()))
+        self.known.add(own)
         if record["op"] == "vault":
             self.folders.setdefault(record["device"], []).append(record["path"])
             self.starts.setdefault(record["device"], record["start"])
@@ -85,7 +85,10 @@ class Vault:
         else:
             self.kept += 1
         if record["op"] == "copy":
-            self.copied.add(tuple(record["inode"]))
+            self.copied.add(own)
+        if record.get("goes"):  # no link keeps it, so that a new file may get its number
+            self.known.discard(own)
+            self.copied.discard(own)
         if record["op"] == "rename":
             self.held.append(record["to"])
             self.made.discard(record["to"])
@@ -155,7 +158,7 @@ class Vault:
             return target
         return None
 
-    def copy(self, path: str, own: os.stat_result) -> None:
+    def copy(self, path: str, own: os.stat_result, goes: bool = False) -> None:
         for folder in (next(self.places(path, own.st_dev), self.home), self.home):
             target = self.free_name(folder)
             if shutil.disk_usage(folder).free < own.st_size + SPARE:
@@ -164,7 +167,7 @@ class Vault:
                 disk.copy_bytes(path, target)
             except OSError as error:
                 raise Refused(f"{path} cannot be copied: {error.strerror}") from error
-            self.note("copy", path=path, vault=target, **disk.facts(own))
+            self.note("copy", path=path, vault=target, goes=goes, **disk.facts(own))
             return
         raise Refused(f"there is no space to put {path} away ({own.st_size / 1e6:.0f} MB)")
 
@@ -204,16 +207,17 @@ class Vault:
             if not own or path in self.made or not os.access(os.path.dirname(path), os.W_OK):
                 return
             if stat.S_ISLNK(own.st_mode):
-                self.note("symlink", path=path, target=os.readlink(path), **disk.facts(own))
+                target = os.readlink(path)
+                self.note("symlink", path=path, target=target, goes=True, **disk.facts(own))
             elif not stat.S_ISDIR(own.st_mode) and not self.link(path, own):
                 if not stat.S_ISREG(own.st_mode):
                     raise Refused(f"{path} is no regular file, and cannot be put away")
-                self.copy(path, own)
+                self.copy(path, own, goes=True)
 
     def before_rmdir(self, path: str) -> None:
         with self.existing(path) as own:
             if own and stat.S_ISDIR(own.st_mode):
-                self.note("rmdir", path=path, **disk.facts(own))
+                self.note("rmdir", path=path, goes=True, **disk.facts(own))
 
     def before_rename(self, source: str, to: str) -> None:
         with self.locked():

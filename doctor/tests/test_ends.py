@@ -1,7 +1,8 @@
-"""How jobs end: a hang is told from slow work, an error from the doctor's own, a stop tears nothing."""
+"""How jobs end: a hang is no slow work, an error not the doctor's own, and a stop tears nothing."""
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -84,9 +85,9 @@ for n in range(10**6):
 """
     (tmp_path / "state-3.bin").write_text("old")
     file = tmp_path / "found.json"
-    status, out, _ = run(tmp_path, program, "--minutes", "0.3", "--json", str(file))
+    status, out, _ = run(tmp_path, program, "--minutes", "0.8", "--json", str(file))
     assert status == 0
-    assert "NOTE the program: the job was ended after 0.3 minutes" in out
+    assert "NOTE the program: the job was ended after 0.8 minutes" in out
     assert [one["label"] for one in json.loads(file.read_text())["found"]] == ["NOTE"]
     sizes = {path.name: path.stat().st_size for path in tmp_path.glob("state-*.bin")}
     assert sizes.pop("state-3.bin") == 3
@@ -97,7 +98,9 @@ def test_an_error_is_the_programs_and_its_traceback_is_as_without(tmp_path: Path
     program = "epoch(0)\nif rank == 1: model(torch.ones(2, 5))\ndist.barrier()\n"
     status, out, error = run(tmp_path, program)
     assert status == 1
-    assert "FOUND train.py:25: rank 1 ends after 4 steps; the error is RuntimeError: mat1" in out
+    assert re.search(
+        r"FOUND train.py:\d+: rank 1 ends after 4 steps; the error is RuntimeError", out
+    )
     assert "ddp_doctor" not in error
 
 

@@ -144,6 +144,10 @@ os.mkdir("runs/checkpoint-500")
 open("runs/checkpoint-500/model.pt", "w").write("new")
 open("runs/checkpoint-500/more.pt", "w").write("new")""",
     "a file in the place of a folder": 'shutil.rmtree("runs"); open("runs", "w").write("new")',
+    "new files with the numbers of old folders": """
+shutil.rmtree("runs"); os.remove("latest"); os.rmdir("empty-folder")
+for n in range(20): open(f"t{n}", "w").write("new"); os.rename(f"t{n}", f"n{n}")
+for n in range(10): os.remove(f"n{n}")""",
     "a folder in the place of a file": 'os.remove("last.ckpt"); os.makedirs("last.ckpt/new")',
     "rmtree by a link": 'shutil.rmtree(os.path.realpath("latest"))',
     "shutil.move": 'shutil.move("last.ckpt", "logs"); shutil.move("runs", "old")',

@@ -23,7 +23,8 @@ torch.manual_seed(100 + rank); random.seed(rank)
 def say(*words):  # one write for a line, which those of other ranks do not mix with
     sys.stdout.write(f"{rank}: {' '.join(map(str, words))}\\n"); sys.stdout.flush()
 def weights(model):
-    return hashlib.md5(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+    flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    return hashlib.md5(flat.numpy().tobytes()).hexdigest()
 """
 PROGRAMS = {
     "snapshots, workers, dropout, a schedule": """
@@ -40,7 +41,7 @@ class Reversed(data.DistributedSampler):
         return iter([*super().__iter__()][::-1])
 model = DDP(nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.BatchNorm1d(16), nn.Linear(16, 2)))
 optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=39)
+schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=35)
 for workers in (0, 2):
     sampler = Reversed(Noisy())
     loader = data.DataLoader(Noisy(), 16, sampler=sampler, num_workers=workers)
@@ -51,7 +52,7 @@ for workers in (0, 2):
             loss = nn.functional.cross_entropy(model(x), y)
             loss.backward()
             optimizer.step()
-            if schedule.last_epoch < 38: schedule.step()
+            schedule.step()
         say(epoch, loss.item(), optimizer.param_groups[0]["lr"], torch.rand(1).item())
         if rank == 0:
             os.makedirs(f"runs/checkpoint-{1000 + epoch}", exist_ok=True)

@@ -1,10 +1,12 @@
 """How a process ends, that it moves, and where it stands: what is asked of it from outside."""
 
+import contextlib
 import faulthandler
 import mmap
 import multiprocessing.process
 import os
 import re
+import signal
 import sys
 import time
 import traceback
@@ -43,6 +45,8 @@ class Pulse:
         # Asked with this signal, it says where it stands. A thread that watches it could hang the
         # loader workers that the process forks.
         self.stacks = open(folder() / f"{NOTES.pid}.stack", "w")  # noqa: SIM115
+        with contextlib.suppress(ValueError):  # what faulthandler leaves behind when Python ends
+            signal.signal(ASK, signal.SIG_IGN)
         faulthandler.register(ASK, self.stacks, all_threads=False)
         path = folder() / f"{NOTES.pid}.beat"
         path.write_bytes(bytes(16))
