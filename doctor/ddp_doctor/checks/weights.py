@@ -150,7 +150,7 @@ def accumulation(job: Job) -> Iterator[Found]:
     if len(events) < 3 or len({e["optimizer"] for e in job.of(job.first, "before")}) > 1:
         return
     place, first, count = events[0]["where"], events[0]["backwards"], events[1]["backwards"]
-    steady = count == events[2]["backwards"]
+    steady = count in (first, events[2]["backwards"])
     if 0 < first < count and steady:
         what = f"the first step comes after {first} of {count} micro-batches"
         yield Found("first-step", place, what, f"step if (i + 1) % {count} == 0")
