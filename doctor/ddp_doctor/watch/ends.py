@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import functools
 import mmap
 import multiprocessing.process
 import os
@@ -160,6 +161,7 @@ def ran(self):
 
 
 def spawned(original: Callable) -> Callable:
+    @functools.wraps(original)  # a process that is spawned finds it by its name
     def wrap(function: Callable, *args: Any) -> None:
         def told(*given: Any) -> None:
             try:
