@@ -16,7 +16,8 @@ BEFORE = ("sudo", "nohup", "time", "env", "exec", "command", "nice", "ionice", "
 BEFORE += ("do", "then", "else", "if", "while", "!", "{", "set", "export")
 REMOVE, INTO = ("rm", "unlink", "rmdir", "mv"), ("cp", "ln", "install", "rsync", "scp", "mv")
 WRITE = ("dd", "truncate", "tee", "touch", "chmod", "chown", "gzip", "gunzip", "xz", "zip", "zstd")
-WRITE += ("bzip2", "patch", "split", "shred", "sqlite3", "wget", "curl")
+WRITE += ("bzip2", "shred", "sqlite3", "wget", "curl")
+ANYWHERE = ("patch", "split", "csplit")
 UNPACK = ("tar", "unzip", "7z", "bsdtar", "cpio")
 GIT = ("checkout", "clean", "reset", "stash", "pull", "merge", "rebase", "restore", "rm")
 FIND = ("-delete", "-exec", "-execdir", "-ok")
@@ -89,7 +90,9 @@ class Commands:
         elif name == "dd":
             self.write([word[3:] for word in rest if word.startswith("of=")])
         elif name in WRITE or in_place:
-            self.write(operands(rest))
+            self.write([end for path in operands(rest) for end in made_of(path)])
+        elif name in ANYWHERE:
+            self.write([self.folder])
         elif name in UNPACK:
             self.unpack(name, rest)
         elif name == "git" and any(word in GIT for word in rest):
@@ -165,6 +168,12 @@ def operands(words: list[str]) -> Iterator[str]:
             yield word.partition("=")[2]
         if word.startswith("-") and not word.startswith("--"):
             yield word[2:]
+
+
+def made_of(path: str) -> Iterator[str]:
+    """What a command may make of a file: it packs or unpacks it, or loads it from somewhere."""
+    yield from (path, os.path.basename(path), os.path.splitext(path)[0])
+    yield from (path + end for end in (".gz", ".xz", ".bz2", ".zst", ".zip", ".bak", ".orig"))
 
 
 def before(vault: Vault, words: object, folder: str) -> None:

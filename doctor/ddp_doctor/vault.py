@@ -178,13 +178,20 @@ class Vault:
         with self.existing(path) as own:
             if not own or not stat.S_ISREG(own.st_mode) or not os.access(path, os.W_OK):
                 return
-            if key(own) in self.copied:
+            if key(own) in self.copied or self.is_others(path, own):
                 return
             # Lock files must stay the same file for all processes, so a small one stays in place.
             if not (
                 empties and own.st_size > SMALL and own.st_nlink == 1 and self.aside(path, own)
             ):
                 self.copy(path, own)
+
+    def is_others(self, path: str, own: os.stat_result) -> bool:
+        """Whether another machine's rank has changed it before: its doctor has the original."""
+        world = int(os.environ.get("WORLD_SIZE", 1))
+        several = world > int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        several = several or "DDP_DOCTOR_SHARED" in os.environ
+        return several and key(own) not in self.known and own.st_mtime > self.start(path, own)
 
     def aside(self, path: str, own: os.stat_result) -> bool:
         """An empty file with the same owner and mode takes the place of a large one."""

@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 from conftest import Guarded
 
+from ddp_doctor.disk import make_home
 from ddp_doctor.restore import Undo, is_free
 from ddp_doctor.vault import Vault
 
@@ -238,6 +239,9 @@ np.save("runs/events.out.tfevents.1.npy", np.ones(3))""",
     "truncate by a command": 'os.system("truncate -s 3 last.ckpt")',
     "tar": """
 os.system("mkdir n; echo new > n/last.ckpt; tar cf n.tar -C n last.ckpt; tar xf n.tar")""",
+    "gzip": """
+os.system("gzip -k logs/train.log; cp logs/train.log.gz n.gz; echo 3 >> logs/train.log")
+os.system("gzip -kf logs/train.log; gunzip -kf logs/train.log.gz; split -b 9 last.ckpt runs/e")""",
     "find": 'os.system("find runs -name model.pt -delete")',
     "a variable": 'os.system("D=runs; rm -rf $D/checkpoint-500")',
     "a script": """
@@ -483,3 +487,20 @@ def test_two_ranks_at_the_same_moment(
             ACTS[name][1](path)
     after = restored(guarded)
     assert {name: after.get(name) for name in before} == before
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_two_machines_on_the_same_files(guarded: Guarded, order: int) -> None:
+    fill(guarded.work)
+    before = state(guarded.work)
+    guarded.environment()
+    guarded.more["DDP_DOCTOR_SHARED"] = "1"
+    homes = [guarded.home, make_home(guarded.work)]
+    for home, content in zip(homes, ("one", "two"), strict=True):
+        guarded.home = home
+        guarded.run(f"open('last.ckpt', 'w').write('{content}')")
+        guarded.run(f"open('logs/train.log', 'a').write('{content}')")
+    for home in homes[::order]:
+        guarded.home = home
+        after = restored(guarded)
+    assert after == before
