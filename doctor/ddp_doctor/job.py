@@ -69,15 +69,34 @@ class Job:
         models = self.all("ddp")
         if models and all(event["group"] == self.world for event in models):
             return None
-        if any(e["name"] != "barrier" and not e["backwards"] and e["step"] for e in self.early()):
+        calls = [] if models or "sharded" in self.topology else self.inner()
+        if any(not event["backwards"] and event["step"] for event in calls):
             return self.topology.get("groups") or "collectives of its own in the forward pass"
-        return self.topology.get("groups")
+        return self.topology.get("groups") or ("models of their own" if self.alone else None)
 
-    def early(self) -> list[Event]:
-        """Collectives in the passes that train, if no model is in DDP."""
+    @property
+    def alone(self) -> bool:
+        """Whether each rank trains a model of its own, although they are in one group."""
+        shared = self.all("ddp") or self.topology.keys() & {"sharded", "groups", "averaged"}
+        apart = bool(self.others) and not shared and not self.inner() and not self.meets_again
+        return apart and bool(self.all("before"))
+
+    @property
+    def meets_again(self) -> bool:
+        """Whether weights differ, and are the same later: they are averaged now and then."""
+        differ = False
+        pairs = [*self.pairs("before"), *self.pairs("after")]
+        for _, one, two in sorted(pairs, key=lambda pair: pair[1]["time"]):
+            if one["weights"] and one["weights"] == two["weights"] and differ:
+                return True
+            differ = differ or bool(differing(one["weights"], two["weights"]))
+        return any(e["weights"] and e["step"] for e in self.all("collective"))
+
+    def inner(self) -> list[Event]:
+        """The collectives with more than a number in the passes that train."""
         trained = [[e["key"], e["number"]] for e in self.of(self.first, "trains")] or [None]
-        events = [] if self.all("ddp") or "sharded" in self.topology else self.all("collective")
-        return [e for e in events if e["here"] in trained and e["shape"] not in ([], [1], None)]
+        calls = [e for e in self.all("collective") if e["here"] in trained]
+        return [e for e in calls if e["shape"] not in ([], [1], None)]
 
     # --- steps
     def steps(self, rank: int | None, kind: str) -> dict[tuple, Event]:

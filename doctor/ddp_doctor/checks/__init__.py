@@ -39,7 +39,6 @@ def judge(job: Job) -> list[Found]:
     """What all checks find. A rank that takes no step explains what some others would find."""
     if not job.ranks:
         return []
-    causes = [*weights.skipped(job), *machine.alone(job)]
-    later = (weights.weights, weights.accumulation, ends.ends) if causes else ()
+    later = (weights.weights, weights.accumulation, ends.ends) if [*weights.skipped(job)] else ()
     found = (found for check in CHECKS if check not in later for found in check(job))
     return [*dict.fromkeys(found)]

@@ -41,7 +41,8 @@ def weight(step: Event, loss: Event) -> float | None:
 def world(job: Job) -> Iterator[Found]:
     """A loss that is divided by world_size, although DDP averages."""
     steps = [e for e in job.of(job.first, "before") if e["world"] and e["sync"] and e["sync"][-1]]
-    if job.world < 2 or job.sharded or "hook" in job.topology or len(steps) < 3:
+    gathers = any(not event["backwards"] for event in job.inner())  # whose gradients add up
+    if job.world < 2 or job.sharded or gathers or "hook" in job.topology or len(steps) < 3:
         return
     by_loss = [[grad for _, grad in e["incoming"]] == [1 / job.world] for e in steps]
     by_root = [job.world in e["divisors"] and not e["incoming"] for e in steps]
@@ -53,7 +54,7 @@ def world(job: Job) -> Iterator[Found]:
 
 def halved(job: Job) -> Iterator[Found]:
     """Gradients that are divided by world_size after DDP has averaged them."""
-    steps = [e for e in job.of(job.first, "before") if e["synced"] and e["sync"] and e["sync"][-1]]
+    steps = [e for e in job.of(job.first, "before") if e["synced"] and e["sync"] == [True]]
     ratios = []
     for event in steps if job.world > 1 and not job.sharded else ():
         norms = [(event["grads"][n][1], event["synced"][n][1]) for n in event["synced"]]

@@ -65,10 +65,10 @@ def limits(job: Job) -> Iterator[Found]:
     """What was not judged."""
     epochs = job.passes(job.first, trains=True)
     remedy = "compare the loss with that of one process"
-    if job.grouped:
+    if job.grouped and not job.alone:
         what = f"neither data nor weights are compared, because of {job.grouped}"
         yield Found("limits", "the program", what, remedy, "NOTE")
-    elif job.sharded:
+    elif job.sharded and not job.alone:
         what = f"what is sharded or averaged is not compared ({job.sharded})"
         yield Found("limits", "the program", what, remedy, "NOTE")
     if max(len(job.ranks), job.start["told"]) == 1:
@@ -92,12 +92,12 @@ def alone(job: Job) -> Iterator[Found]:
     if job.world == 1 and count > 1:
         remedy = "call init_process_group() and DDP(model)"
         yield Found("alone", "the program", f"{count} processes train alone", remedy)
-    calls = [e for e in job.all("collective") if e["step"] and e["name"] != "barrier"]
-    models = job.all("ddp") or job.topology.keys() & {"sharded", "groups", "averaged"}
-    if job.world > 1 and job.others and not models and not calls and job.all("before"):
-        remedy = "wrap the model: DDP(model)"
-        what = f"{len(job.ranks)} ranks train, and nothing goes from one to another"
-        yield Found("alone", job.all("before")[0]["where"], what, remedy)
+    if job.alone:
+        passes = [e for rank in job.ranks for e in job.passes(rank, trains=True)]
+        label = "FOUND" if any(event["distributed"] for event in passes) else "NOTE"
+        what = f"{len(job.ranks)} ranks train, and no gradient goes from one to another"
+        place = job.all("before")[0]["where"]
+        yield Found("alone", place, what, "wrap the model: DDP(model)", label)
 
 
 def speed(job: Job) -> str:

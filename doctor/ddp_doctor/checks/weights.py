@@ -22,7 +22,7 @@ def weights(job: Job) -> Iterator[Found]:
     """The first step after which weights differ, and why."""
     if job.sharded:
         return
-    if meet_again(job):
+    if job.meets_again:
         what = "the weights of the ranks differ, and are the same again later"
         yield Found("limits", "the model", what, "average them at the end, too", "NOTE")
         return
@@ -62,17 +62,6 @@ def skipped(job: Job) -> Iterator[Found]:
             what += ", but another rank does"
             yield Found("skipped", one["where"], what, "let all ranks skip a batch together")
             return
-
-
-def meet_again(job: Job) -> bool:
-    """Whether weights differ, and are the same later: they are averaged now and then."""
-    differ = False
-    pairs = [*job.pairs("before"), *job.pairs("after")]
-    for _, one, two in sorted(pairs, key=lambda pair: pair[1]["time"]):
-        if one["weights"] and one["weights"] == two["weights"] and differ:
-            return True
-        differ = differ or bool(differing(one["weights"], two["weights"]))
-    return any(e["weights"] and e["step"] for e in job.all("collective"))
 
 
 def told(kind: str, what: str, one: Sums, two: Sums, names: list, at: Event, remedy: str) -> Found:
@@ -163,7 +152,9 @@ def accumulation(job: Job) -> Iterator[Found]:
             yield Found("tail", place, what, remedy)
     if 1 < count == events[1]["batches"] and steady:
         grads = [grad for _, grad in events[1]["incoming"]]
-        if grads == [1] * count:
+        norms = [(events[1]["grads"][n][1], norm) for n, (_, norm) in events[1]["synced"].items()]
+        divided = any(count * own < 1.5 * norm for own, norm in norms)  # in .grad, by hand
+        if grads == [1] * count and not divided:
             what = f"the losses of {count} micro-batches are added"
             what += f", so gradients are {count} times too large"
             yield Found("added-losses", place, what, f"divide each loss by {count}")

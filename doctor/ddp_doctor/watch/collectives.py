@@ -19,9 +19,7 @@ CALLS = "all_reduce reduce broadcast all_gather all_gather_object all_gather_int
 CALLS += "gather gather_object broadcast_object_list reduce_scatter_tensor scatter all_to_all"
 CALLS += " all_to_all_single reduce_scatter all_reduce_coalesced"
 VALUES, LIMIT = 500, 20_000  # calls whose values are noted, and calls that are noted at all
-LIBRARIES = {"deepspeed": "sharded", "torch.distributed.pipelining": "groups"}
-LIBRARIES |= {"torch.distributed.algorithms.model_averaging.averagers": "averaged"}
-LIBRARIES |= {"megatron.core": "groups"}
+LIBRARIES = "torch.distributed.pipelining", "megatron.core"
 
 
 class Calls:
@@ -130,14 +128,14 @@ def looked(optimizer: Any) -> None:
     """What the first steps show."""
     if OPT.steps > 2:
         return
-    for name, what in LIBRARIES.items():
+    for name in LIBRARIES:
         if name in sys.modules:
-            told(what, name.split(".")[-1])
-    if "Zero" in type(optimizer).__name__ or "LocalSGD" in type(optimizer).__name__:
-        told(
-            "sharded" if "Zero" in type(optimizer).__name__ else "averaged",
-            type(optimizer).__name__,
-        )
+            told("groups", name)
+    kind = type(optimizer)
+    if "Zero" in kind.__name__ or kind.__module__.startswith("deepspeed"):
+        told("sharded", kind.__name__)
+    if "LocalSGD" in kind.__name__:
+        told("averaged", kind.__name__)
     parameters = [*named(optimizer).values()]
     if any(hasattr(p, "_fsdp_flattened") for p in parameters):
         told("sharded", "FullyShardedDataParallel")

@@ -140,7 +140,7 @@ def describe(own: Pass, loader: Any, iterator: Any) -> None:
         "persistent": loader.persistent_workers,
         "streams": streams,
         "shuffles": streams and shuffles(dataset),
-        "distributed": isinstance(sampler, data.DistributedSampler),
+        "distributed": isinstance(sampler, data.DistributedSampler) and sampler.num_replicas > 1,
         "shuffle": bool(getattr(sampler, "shuffle", False)),
         "random": bool(getattr(sampler, "replacement", False)),
         "padded": max(0, sampler.total_size - len(sampler.dataset)) if sharing else 0,

@@ -216,12 +216,13 @@ def batches() -> int:
 
 
 def named(optimizer: Any) -> dict[str, torch.Tensor]:
-    """The parameters of an optimizer, by their names in DDP's models."""
+    """The parameters of an optimizer, by their names in DDP's models, but for those it ignores."""
     known = {id(p): n for m in M.live() for n, p in m.module.named_parameters()}
+    ignored = {name for m in M.live() for name in m.parameters_to_ignore}
     mine, found = [p for group in optimizer.param_groups for p in group["params"]], {}
     for i, p in enumerate(mine):
         found[known.get(id(p), f"a parameter of shape {[*p.shape]} (number {i})")] = p
-    return found
+    return {name: p for name, p in found.items() if name not in ignored}
 
 
 def kind(p: torch.Tensor) -> tuple[str, str]:
