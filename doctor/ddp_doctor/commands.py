@@ -5,6 +5,7 @@ import itertools
 import os
 import re
 import shlex
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -99,7 +100,9 @@ class Commands:
             self.write([self.folder])
         elif name == "find" and any(word in FIND for word in rest):
             self.write(paths[:1])
-        elif not name.startswith("python") or any(re.match("-[a-zA-Z]*[IES]", f) for f in flags):
+        elif not guards_itself(self.full(words[0])) or re.match(
+            "-[a-zA-Z]*[IES]", rest[0] if rest else ""
+        ):
             self.write([p for p in operands(rest) if self.is_small(p)])
             self.script([words[0]] if os.sep in words[0] else [])
 
@@ -158,6 +161,15 @@ class Commands:
                     if size > LIMIT:
                         raise Refused(f"a command may change all of {path}, too large to copy")
             self.vault.before_tree(path, "write")
+
+
+def guards_itself(program: str) -> bool:
+    """Whether it is a Python, or one of its scripts, such as accelerate."""
+    found = program if os.path.isfile(program) else shutil.which(os.path.basename(program))
+    if not found or os.path.basename(found).startswith("python"):
+        return True
+    with open(found, "rb") as file:
+        return bool(re.match(rb"#!.*python|#!/bin/sh\n.{0,3}exec", file.read(200)))
 
 
 def operands(words: list[str]) -> Iterator[str]:

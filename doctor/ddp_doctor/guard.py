@@ -14,6 +14,7 @@ from collections.abc import Callable
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import NamedTuple
 from urllib.parse import unquote
 
 from ddp_doctor import commands
@@ -21,29 +22,39 @@ from ddp_doctor.disk import NAME
 from ddp_doctor.vault import Refused, Vault
 
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_TRUNC | os.O_APPEND
-# Functions that write without an audit event: their name in a module, which of their arguments is
-# the path, and whether they empty the file.
-NATIVE: dict[str, list[tuple[str, int, bool]]] = {
+
+
+class Writer(NamedTuple):
+    """A function that writes without an audit event."""
+
+    name: str
+    number: int  # which argument is the path
+    empties: bool = False
+    mode: tuple[int, str] = (99, "")  # the argument, its number and its name, that says how
+    reads: tuple = ()  # and its values with which it only reads
+
+
+NATIVE = {
     "torch": [
-        ("_C.PyTorchFileWriter.__init__", 1, True),
-        ("_C.ScriptModule.save", 1, True),
-        ("_C._autograd._ProfilerResult.save", 1, True),
-        ("_C._distributed_c10d.FileStore.__init__", 1, False),
-        ("from_file", 0, False),
-        ("UntypedStorage.from_file", 0, False),
+        Writer("_C.PyTorchFileWriter.__init__", 1, True),
+        Writer("_C.ScriptModule.save", 1, True),
+        Writer("_C._autograd._ProfilerResult.save", 1, True),
+        Writer("_C._distributed_c10d.FileStore.__init__", 1),
+        Writer("from_file", 0, False, (1, "shared"), (None, False)),
+        Writer("UntypedStorage.from_file", 0, False, (1, "shared"), (None, False)),
     ],
-    "safetensors": [("serialize_file", 1, True)],
-    "tokenizers": [("Tokenizer.save", 1, True)],
-    "h5py._hl.files": [("File.__init__", 1, False)],
-    "_gdbm": [("open", 0, False)],
-    "_dbm": [("open", 0, False)],
-    "lmdb": [("Environment.__init__", 1, False), ("open", 0, False)],
-    "cv2": [("imwrite", 0, True)],
-    "soundfile": [("write", 0, True)],
-    "pyarrow.lib": [("OSFile.__init__", 1, False), ("memory_map", 0, False)],
-    "faiss.swigfaiss": [("write_index", 1, True)],
+    "safetensors": [Writer("serialize_file", 1, True)],
+    "tokenizers": [Writer("Tokenizer.save", 1, True)],
+    "h5py._hl.files": [Writer("File.__init__", 1, False, (2, "mode"), (None, "r"))],
+    "_gdbm": [Writer("open", 0, False, (1, "flag"), (None, "r"))],
+    "_dbm": [Writer("open", 0, False, (1, "flag"), (None, "r"))],
+    "lmdb": [Writer("open", 0, False, (4, "readonly"), (True,))],
+    "cv2": [Writer("imwrite", 0, True)],
+    "soundfile": [Writer("write", 0, True)],
+    "pyarrow.lib": [Writer("memory_map", 0, False, (1, "mode"), (None, "r"))],
+    "pyarrow.parquet.core": [Writer("ParquetWriter.__init__", 1, True)],
+    "faiss.swigfaiss": [Writer("write_index", 1, True)],
 }
-READ = ("r", "rb", "readonly")
 
 
 class Guard:
@@ -148,28 +159,33 @@ class Guard:
         commands.before(self.vault, words, os.fsdecode(os.fspath(cwd)) if cwd else os.getcwd())
 
     # --- what raises no event
-    def native(self, path: object, empties: bool) -> None:
-        if isinstance(path, (str, bytes, os.PathLike)) and not getattr(self.here, "busy", False):
-            self.perform(self.vault.before_write, self.outside(absolute(path)), empties)
-
     def wrap(self, module: ModuleType) -> None:
-        for name, number, empties in NATIVE[module.__name__]:
+        for writer in NATIVE[module.__name__]:
             with contextlib.suppress(AttributeError, TypeError):
-                owner = functools.reduce(getattr, name.split(".")[:-1], module)
-                setattr(owner, name.split(".")[-1], self.wrapped(owner, name, number, empties))
+                *names, last = writer.name.split(".")
+                owner = functools.reduce(getattr, names, module)
+                setattr(owner, last, self.wrapped(getattr(owner, last), writer))
 
-    def wrapped(self, owner: object, name: str, number: int, empties: bool) -> Callable:
-        original = getattr(owner, name.split(".")[-1])
+    def wrapped(self, original: Callable, writer: Writer) -> Callable:
+        number, name = writer.mode
 
         @functools.wraps(original)
         def call(*args: object, **kwargs: object) -> object:
-            given = [*args[number:], *kwargs.values()]
-            if given and not any(word in READ for word in given if isinstance(word, str)):
-                for path in given:
-                    self.native(path, empties)
+            mode = args[number] if len(args) > number else kwargs.get(name)
+            if not any(mode is value or mode == value for value in writer.reads):
+                for path in args[writer.number : writer.number + 1] or kwargs.values():
+                    self.native(path, writer.empties)
             return original(*args, **kwargs)
 
         return call
+
+    def native(self, given: object, empties: bool) -> None:
+        if isinstance(given, (str, bytes, os.PathLike)) and not getattr(self.here, "busy", False):
+            path = self.outside(absolute(given))
+            if os.path.isdir(path):
+                self.perform(self.vault.before_tree, path, "write")
+            else:
+                self.perform(self.vault.before_write, path, empties)
 
     def open_in(self, original: Callable) -> Callable:
         """os.open tells its audit event nothing of the folder that it is given."""

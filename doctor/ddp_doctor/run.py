@@ -53,7 +53,7 @@ class Run:
 
     def run(self) -> None:
         environment = self.environment()
-        os.environ["DDP_DOCTOR_START"] = environment["DDP_DOCTOR_START"]  # for the next line
+
         commands.before(Vault(str(self.home)), self.words, os.getcwd())
         names = ("SIGINT", "SIGTERM", "SIGHUP")
         for name in names:  # until the end, so that the files are put back whatever comes

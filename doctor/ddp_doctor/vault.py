@@ -37,6 +37,8 @@ class Vault:
         self.held: list[str] = []  # where things that were there before lie since a rename
         self.folders: dict[int, list[str]] = {}
         self.starts: dict[int, float] = {}
+        self.begun = 0.0
+        self.noted: set[Key] = set()  # whose mode, owner and times are in the journal
         self.read = self.count = self.kept = self.file = self.depth = 0
         self.turn = threading.RLock()
 
@@ -79,16 +81,20 @@ class Vault:
         self.known.add(own)
         if record["op"] == "vault":
             self.folders.setdefault(record["device"], []).append(record["path"])
+            self.begun = self.begun or record["start"]
             self.starts.setdefault(record["device"], record["start"])
         elif record["op"] == "made":
             self.made.add(record["path"])
         else:
             self.kept += 1
+        if record["op"] == "stat":
+            self.noted.add(own)
         if record["op"] == "copy":
             self.copied.add(own)
         if record.get("goes"):  # no link keeps it, so that a new file may get its number
             self.known.discard(own)
             self.copied.discard(own)
+            self.noted.discard(own)
         if record["op"] == "rename":
             self.held.append(record["to"])
             self.made.discard(record["to"])
@@ -116,7 +122,7 @@ class Vault:
 
     def start(self, path: str, own: os.stat_result) -> float:
         """When the run began, by the clock of the file's own disk."""
-        start = self.starts.get(own.st_dev, float(os.environ["DDP_DOCTOR_START"]))
+        start = self.starts.get(own.st_dev, self.begun)
         if own.st_dev not in self.starts and abs(own.st_ctime - start) < 3600:
             next(self.places(path, own.st_dev), None)
             start = self.starts.get(own.st_dev, start)
@@ -130,11 +136,7 @@ class Vault:
             folder = os.path.join(parent, NAME, os.path.basename(self.home))
             if folder not in self.folders.get(device, []):
                 with contextlib.suppress(OSError):
-                    start = (
-                        disk.make_folder(folder)
-                        - time.time()
-                        + float(os.environ["DDP_DOCTOR_START"])
-                    )
+                    start = self.begun + disk.make_folder(folder) - time.time()
                     self.note("vault", path=folder, device=device, start=start)
                     yield folder
 
@@ -248,7 +250,7 @@ class Vault:
         """Its mode, its owner or its times are changed."""
         path = os.path.realpath(path)
         with self.existing(path) as own:
-            if own:
+            if own and key(own) not in self.noted:
                 self.note("stat", path=path, **disk.facts(own))
 
     def before_tree(self, path: str, act: str) -> None:
