@@ -1,4 +1,4 @@
-"""The events that a process notes, and that the checks read: one TypedDict for each kind."""
+"""The events that a process notes, and that the checks read: a TypedDict for each kind."""
 
 from typing import Any, TypedDict
 
@@ -6,12 +6,23 @@ Sums = dict[str, tuple[int, float]]  # by name, a tensor's checksum and its norm
 
 
 class Event(TypedDict):
-    """What each event has."""
+    """What each event has: its kind is the name of its class, in small letters."""
 
     kind: str
     time: float
     step: int  # how many optimizer steps have ended
     here: list | None  # the loader and the pass that have given the last batch
+
+
+class Place(Event):
+    where: str  # the line of the user's program
+
+
+class Pass(Event):
+    """One of a loader's passes. The same loader has the same key on all ranks."""
+
+    key: str
+    number: int
 
 
 class Start(Event):
@@ -25,12 +36,11 @@ class Start(Event):
     cores: float
 
 
-class Topology(Event):
-    """Something by which ranks may differ on purpose. `what` is sharded, groups, or summed."""
+class Topology(Place):
+    """What lets ranks differ on purpose: sharded, averaged, groups, join, hook or compiled."""
 
     what: str
     name: str
-    where: str
 
 
 class Failed(Event):
@@ -41,113 +51,97 @@ class Failed(Event):
 
 
 # --- data
-class Loader(Event):
-    """A pass over a loader begins."""
+class Loader(Pass):
+    """A pass begins."""
 
-    key: str  # where the loader was made: it is the same on all ranks
-    number: int
-    place: str
+    place: str  # where the loader was made
     where: str
     dataset: int
-    kinds: list[str]  # names of the data set's and the sampler's class
+    kinds: list[str]  # the classes of the data set and of the sampler
     size: int | None  # samples of the data set
     length: int | None  # batches
     batch: int | None
     workers: int
     persistent: bool
     streams: bool  # an IterableDataset
+    shuffles: bool  # which shuffles in its own code
     distributed: bool
     shuffle: bool
     random: bool  # drawn with replacement
     padded: int  # samples that the sampler repeats
     whole: bool  # drop_last
-    epoch: int | None  # what set_epoch has said, to the sampler or to the data set
-    told: bool  # whether the data set has a set_epoch
-    numbers: str | None  # the file with the numbers that are drawn
-    maps: bool  # whether the numbers are those of the innermost data set
-    own: str | None  # the file with all numbers that the loader may draw
-    prints: dict[str, int]  # checksums of the data set's attributes that have its length
-    classes: list[str]  # how it numbers its classes
+    epoch: int | None  # what set_epoch() has told the sampler or the data set
+    numbers: str | None  # the file of the numbers that are drawn
+    own: str | None  # the file of the numbers that may be drawn, of a Subset
+    prints: dict[str, int]  # checksums of the attributes that hold something for each sample
+    orders: dict[str, tuple[int, int, bool]]  # of lists and numberings: what, order, numbers
     states: dict[str, int]  # checksums of the random generators
 
 
-class Batch(Event):
-    """One of a pass's first batches, and checksums of its samples: one for each of their parts."""
+class Batch(Pass):
+    """One of the first batches: its numbers, and a checksum for each part of each sample."""
 
-    key: str
-    number: int
     numbers: list[int]
     rows: list[list[int]]
     where: str
 
 
-class Draws(Event):
-    """The first samples are made, by a worker or by the rank itself."""
+class Draws(Pass):
+    """The generators before and after some samples are made, by a worker or by the rank."""
 
-    key: str
-    number: int
     worker: int | None
-    before: dict[str, int]  # checksums of the generators
+    before: dict[str, int]
     after: dict[str, int]
-    seeds: bool  # whether a generator was seeded meanwhile
-    shuffles: bool  # whether something was shuffled meanwhile
+    seeds: bool  # whether torch's generator was seeded meanwhile
 
 
-class Trains(Event):
+class Trains(Pass):
     """The first backward pass with batches of this pass."""
 
-    key: str
-    number: int
 
-
-class End(Event):
+class End(Pass):
     """A pass has come to its end."""
 
-    key: str
-    number: int
     count: int  # batches
-    samples: int
-    wrapper: int  # forward passes through DDP in which buffers are sent
+    sent: int  # forward passes through DDP in which it sends buffers
     buffers: Sums
 
 
 # --- the model, its loss and its optimizer
-class Ddp(Event):
+class Ddp(Place):
     """A model is wrapped in DDP."""
 
     device: str
     type: str
     bytes: int
     batchnorm: int  # layers that see one rank's samples alone
-    where: str
+    group: int  # the size of its process group
 
 
-class Forward(Event):
+class Forward(Place):
     """A forward pass through DDP in a program without loaders."""
 
     rows: list[list[int]]
-    where: str
 
 
-class Loss(Event):
-    """A loss of torch.nn.functional that is averaged, or summed up."""
+class Loss(Place):
+    """A loss of torch.nn.functional."""
 
-    name: str
+    index: int  # within the step
     mean: bool
     count: float | None  # what it is divided by
     plain: bool  # whether that is the number of its targets
     weighted: bool
     pairs: bool  # whether the targets are the samples of the batch themselves
     drawn: int | None  # samples of the batch
-    world: bool  # whether the program divides by a number named like world_size
-    where: str
 
 
-class Before(Event):
+class Before(Place):
     """An optimizer is about to step. The lists hold the names of parameters."""
 
     optimizer: int
     order: int  # the optimizer's step within the pass
+    names: list[str]
     weights: Sums  # before the first step of a pass
     grads: Sums
     synced: Sums  # the gradients at the end of the last backward pass
@@ -158,19 +152,18 @@ class Before(Event):
     outside: list[str]
     idle: list[str]
     lost: list[str]
-    sharded: bool
     asleep: bool
     stale: bool
-    incoming: list[tuple[str, float]]  # the loss's line, and the gradient that it has got
-    graph: dict[str, int]  # operations that the loss depends on
+    incoming: list[tuple[int, float]]  # the index of a loss, and the gradient that it has got
+    world: bool  # whether the program divides by a number named like world_size
+    divisors: list[float]  # of the loss, last of all
+    graph: dict[str, int]  # how many operations of each kind the loss depends on
     sync: list[bool]  # of each forward pass through DDP, whether its gradients are averaged
     backwards: int
     unzeroed: int  # backward passes since the gradients were last zeroed
     batches: int
     states: dict[str, int]
     threads: int
-    schedule: list[list[float]] | None  # a resumed scheduler's rates, and the optimizer's
-    where: str
 
 
 class After(Event):
@@ -181,81 +174,87 @@ class After(Event):
     weights: Sums
 
 
-class Clip(Event):
+class Clip(Place):
     """Gradients are clipped."""
 
     norm: float
-    backwards: int
-    where: str
 
 
-class Scheduler(Event):
+class Scheduler(Place):
     """What a scheduler has done so far. The last such event counts."""
 
     number: int
     name: str
-    optimizer: int
     calls: int
     steps: int  # of its optimizer
-    bursts: int  # how many calls came between two steps, in most cases
-    total: int | None  # T_max or total_steps
-    where: str
+    bursts: dict[str, int]  # how often so many calls came between two steps
+    total: int | None  # the steps for which it is made
 
 
-class Beside(Event):
-    """A model beside DDP's that is called."""
+class Resumed(Place):
+    """The first step after a scheduler has loaded its state: its rates, and the optimizer's."""
+
+    name: str
+    rates: list[float]
+    used: list[float]
+
+
+class Beside(Place):
+    """A model beside DDP's is called."""
 
     name: str
     weights: Sums
-    asleep: bool
-    moving: bool  # whether it has weights that change
     modal: bool  # whether it has layers that differ between training and evaluation
-    where: str
+    asleep: bool  # whether these are in eval mode
+    frozen: bool  # whether its weights have stayed as they were
+    trained: bool  # whether it is called in training
 
 
 # --- the rest
-class Collective(Event):
+class Collective(Place):
     """A call of torch.distributed."""
 
     name: str
     shape: list[int] | None
     value: float | None  # of one number
-    average: bool
-    backwards: int
+    backwards: int  # since the last step
     weights: bool  # whether it is called with a parameter
-    where: str
 
 
-class Save(Event):
+class Save(Place):
     """torch.save."""
 
-    path: str
+    path: str | None
     model: bool
     prefixed: list[str]  # names of weights that begin with DDP's "module."
     optimizer: bool
-    where: str
 
 
-class Load(Event):
+class Load(Place):
     """torch.load."""
 
     path: str | None
     device: str | None  # another rank's device, on which it puts tensors
-    where: str
+
+
+class Crash(Place):
+    """An error ends the process."""
+
+    error: str
+    doctor: list[str]  # the function of the doctor in which it came up
+
+
+class Stuck(Event):
+    """The doctor has asked a rank where it stands."""
+
+    stack: list[str]
 
 
 class Pace(Event):
-    """Seconds of undisturbed steps within a pass."""
+    """The mean of undisturbed steps, in seconds."""
 
-    steps: int  # of the optimizer that has made most
+    steps: int
     total: float
     data: float
     update: float
-
-
-class Comm(Event):
-    """What DDP's own logger says about an iteration, in seconds."""
-
-    iteration: int
-    exposed: float
-    synced: int
+    exposed: float | None  # waiting for an all-reduce, once the backward pass was done

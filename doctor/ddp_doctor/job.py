@@ -3,7 +3,9 @@
 import contextlib
 import json
 from array import array
+from collections import defaultdict
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,15 +30,17 @@ class Job:
 
     def __init__(self, folder: Path, status: int) -> None:
         self.folder, self.status = Path(folder), status
-        files = {path: events for path in self.folder.glob("**/*.jsonl") if (events := read(path))}
-        self.world: int = max((events[0].get("world", 0) for events in files.values()), default=0)
+        files = [own for path in self.folder.glob("**/*.jsonl") if (own := process(path))]
+        self.world: int = max((own[0]["world"] for own in files), default=0)
         found: dict[int, list[Event]] = {}
-        for path, events in sorted(files.items(), key=lambda item: item[1][0]["time"]):
-            if events[0].get("world") == self.world:  # of a rank that was restarted, the last one
-                rank = events[0]["rank"] if self.world > 1 else len(found)
-                workers = map(read, path.parent.glob(f"{path.stem}-*.worker"))
-                found[rank] = events + [event for worker in workers for event in worker]
+        for own in sorted(files, key=lambda own: own[0]["time"]):
+            if own[0]["world"] == self.world:  # of a rank that was restarted, the last process
+                found[own[0]["rank"] if self.world > 1 else len(found)] = own
         self.ranks = dict(sorted(found.items()))
+        self.kinds: dict[tuple, list[Event]] = defaultdict(list)
+        for rank, events in self.ranks.items():
+            for event in events:
+                self.kinds[rank, event["kind"]].append(event)
         self.first: int | None
         self.first, *self.others = [*self.ranks] or [None]
         self.others = self.others if self.world > 1 else []
@@ -44,17 +48,17 @@ class Job:
         self.topology = {e["what"]: e["name"] for e in self.all("topology")}
 
     def of(self, rank: int | None, kind: str) -> list[Event]:
-        return [event for event in self.ranks.get(rank, ()) if event["kind"] == kind]
+        return self.kinds[rank, kind]
 
     def all(self, kind: str) -> list[Event]:
         return [event for rank in self.ranks for event in self.of(rank, kind)]
 
-    @property
+    @cached_property
     def complete(self) -> bool:
         return len(self.ranks) == self.world
 
     # --- by what ranks may differ on purpose
-    @property
+    @cached_property
     def sharded(self) -> str | None:
         """Why gradients and weights are not compared."""
         owned = [{n for e in self.of(r, "before") for n in e["names"]} for r in self.ranks]
@@ -63,7 +67,7 @@ class Job:
         names = (self.topology.get(what) for what in ("sharded", "averaged"))
         return self.grouped or next((name for name in names if name), None)
 
-    @property
+    @cached_property
     def grouped(self) -> str | None:
         """Why the data are not compared, either: not all ranks have the same part in the work."""
         models = self.all("ddp")
@@ -74,14 +78,14 @@ class Job:
             return self.topology.get("groups") or "collectives of its own in the forward pass"
         return self.topology.get("groups") or ("models of their own" if self.alone else None)
 
-    @property
+    @cached_property
     def alone(self) -> bool:
         """Whether each rank trains a model of its own, although they are in one group."""
         shared = self.all("ddp") or self.topology.keys() & {"sharded", "groups", "averaged"}
         apart = bool(self.others) and not shared and not self.inner() and not self.meets_again
         return apart and bool(self.all("before"))
 
-    @property
+    @cached_property
     def meets_again(self) -> bool:
         """Whether weights differ, and are the same later: they are averaged now and then."""
         differ = False
@@ -155,9 +159,21 @@ class Job:
 
     def listed(self, name: str | None) -> list[int]:
         numbers = array("q")
-        for path in self.folder.glob(f"**/{name}") if name else ():
+        if name and (path := Path(name)).exists():
             numbers.frombytes(path.read_bytes()[: path.stat().st_size // 8 * 8])
         return numbers.tolist()
+
+
+def process(path: Path) -> list[Event]:
+    """The events of a process that was a rank, and those of its loaders' workers."""
+    events = read(path)
+    if not events or events[0]["kind"] != "start":
+        return []
+    for event in [event for event in events if event["kind"] == "loader"]:
+        for name in ("numbers", "own"):
+            event[name] = event[name] and str(path.parent / event[name])
+    workers = map(read, path.parent.glob(f"{path.stem}-*.worker"))
+    return events + [event for worker in workers for event in worker]
 
 
 def read(file: Path) -> list[Event]:

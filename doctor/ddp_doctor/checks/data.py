@@ -218,21 +218,22 @@ def contents(job: Job, rank: int, event: Event) -> dict[int, list[list[int]]]:
 
 
 def alike(one: dict[int, list], two: dict[int, list]) -> Alike:
+    """Each part of the samples counts for itself: inputs may be random, and targets are few."""
     common = [number for number in one if number in two]
     if len(common) < 3:
         return Alike("unknown")
     parts = range(len(one[common[0]][0]))
     equal = [sum(one[n][0][p] == two[n][0][p] for n in common) for p in parts]
-    plain = [steady(one, p) and steady(two, p) for p in parts]  # not random on either rank
     values = [len({one[n][0][p] for n in common}) for p in parts]
-    sure = [p for p in parts if values[p] > 1 and equal[p] == len(common)]
-    several = [p for p in sure if len(common) >= ENOUGH or values[p] > 2]
-    others = [p for p in parts if plain[p] and equal[p] < 0.9 * len(common)]
-    if several and others:
+    names = [p for p in parts if values[p] > 0.8 * len(common)]  # it tells which sample it is
+    plain = [p for p in parts if steady(one, p) and steady(two, p)]
+    others = [p for p in plain if equal[p] < 0.9 * len(common)]
+    same = [p for p in parts if equal[p] == len(common) and values[p] > 1]
+    if others and {*same} & {*names}:
         return Alike("targets", len(common) - equal[others[0]])
-    if several:
+    if {*same} & {*names} or all(count == len(common) for count in equal):
         return Alike("same", len(common))
-    if others and len(others) == sum(plain):
+    if others and not same:
         mine, theirs = ({tuple(row) for rows in d.values() for row in rows} for d in (one, two))
         moved = len(mine & theirs) > 0.5 * min(len(mine), len(theirs))
         return Alike("order" if moved else "other", len(common) - equal[others[0]])

@@ -60,8 +60,10 @@ def kept(job: Job, loader: Loader) -> Iterator[Found]:
     counts = [*map(len, drawn)]
     values = [[e["value"] for e in own if e["value"] is not None] for own in calls]
     for shares in zip(*values, strict=False) if len({*counts}) > 1 else ():
-        whole = [abs(v * n - round(v * n)) < 1e-3 for v, n in zip(shares, counts, strict=True)]
-        if all(whole) and all(0 < v < 1 for v in shares):
+        scale = 100 if max(shares) > 1 else 1  # per cent
+        rights = [v * n / scale for v, n in zip(shares, counts, strict=True)]
+        whole = all(abs(right - round(right)) < 1e-3 for right in rights)
+        if whole and all(0 < v < scale and v % 1 for v in shares):
             what = f"means of {counts} samples are averaged as if they were of as many"
             remedy = "sum up what is right and the samples, and divide once"
             yield Found("mean-of-means", event["place"], what, remedy)

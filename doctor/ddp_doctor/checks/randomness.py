@@ -1,11 +1,13 @@
 """Random numbers that are the same on all ranks, in the model or in the samples."""
 
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import pairwise, product
 
 from ddp_doctor.job import Event, Found, Job
 
+SHARED = "torch", "random", "numpy", "torch.cuda"  # the generators of a whole process
 REMEDY = "seed each rank with seed + rank, once the model is made"
+OWN = "seed it in worker_init_fn, or with seed + rank"
 
 
 def model(job: Job) -> Iterator[Found]:
@@ -20,36 +22,30 @@ def model(job: Job) -> Iterator[Found]:
                 same = same or (begin is not None and begin == b["states"].get(name))
             if min(moves) > 1 and same:
                 what = f"ranks {job.first} and {rank} draw the same random numbers from {name}"
-                yield Found(
-                    "random", one[0]["where"], f"{what}, for dropout or augmentation", REMEDY
-                )
+                what += ", for dropout or augmentation"
+                yield Found("random", one[0]["where"], what, REMEDY)
 
 
 def samples(job: Job) -> Iterator[Found]:
     """In the workers, or where the data set has a generator of its own."""
     places = {(e["key"], e["number"]): e["place"] for e in job.all("loader")}
     trained = {(e["key"], e["number"]) for e in job.all("trains")}
-    draws = {
-        r: [e for e in job.of(r, "draws") if (e["key"], e["number"]) in trained] for r in job.ranks
-    }
     said = set()
     for rank in job.ranks if not job.grouped else ():
-        for one in draws[job.first]:
-            for two in draws[rank]:
-                same = all(one[name] == two[name] for name in ("key", "number"))
-                if not same or (rank == job.first and one["worker"] == two["worker"]):
+        for one, two in product(job.of(job.first, "draws"), job.of(rank, "draws")):
+            here = one["key"], one["number"]
+            itself = rank == job.first and one["worker"] == two["worker"]
+            if itself or here not in trained or here != (two["key"], two["number"]):
+                continue
+            for name in alike(one, two):
+                judged = one["worker"] is None and name in SHARED  # by model()
+                if judged or (name, one["key"]) in said:
                     continue
-                for name in [n for n in alike(one, two) if (n, one["key"]) not in said]:
-                    if one["worker"] is None and "." not in name:
-                        continue  # of the process's own generators, model() has judged
-                    said.add((name, one["key"]))
-                    who = f"ranks {job.first} and {rank}" if rank != job.first else "a rank"
-                    who = f"the workers of {who}" if one["worker"] is not None else who
-                    what = f"{who} draw the same random numbers from {name}, for the samples"
-                    remedy = (
-                        "seed it in worker_init_fn, or with seed + rank" if "." in name else REMEDY
-                    )
-                    yield Found("random", places[one["key"], one["number"]], what, remedy)
+                said.add((name, one["key"]))
+                who = f"ranks {job.first} and {rank}" if rank != job.first else "a rank"
+                who = f"the workers of {who}" if one["worker"] is not None else who
+                what = f"{who} draw the same random numbers from {name}, for the samples"
+                yield Found("random", places[here], what, REMEDY if name in SHARED else OWN)
 
 
 def alike(one: Event, two: Event) -> list[str]:

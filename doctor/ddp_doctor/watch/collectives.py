@@ -55,30 +55,25 @@ def called(name: str) -> Any:
     def call(*args, **kwargs):
         C.count, C.depth = C.count + 1, C.depth + 1  # one call may make others
         if C.depth == 1 and C.count < LIMIT:
-            tensor = next((a for a in args if torch.is_tensor(a)), kwargs.get("tensor"))
-            facts = {"shape": None if tensor is None else [*tensor.shape], "value": None}
-            if tensor is not None and tensor.numel() == 1 and C.count < VALUES:
-                facts["value"] = float(tensor)
-            op = args[1] if len(args) > 1 else kwargs.get("op")
-            facts |= {"average": op == dist.ReduceOp.AVG, "weights": is_weight(tensor)}
-            note(
-                "collective",
-                name=name,
-                backwards=M.backwards - OPT.backwards,
-                **facts,
-                where=where(),
-            )
+            noted(name, next((a for a in args if torch.is_tensor(a)), kwargs.get("tensor")))
         yield
         C.depth -= 1
 
     return call
 
 
-def is_weight(tensor: Any) -> bool:
-    if tensor is None or tensor.numel() < 2 or C.count > VALUES:
-        return False
-    weights = (p for o in OPT.made for g in o.param_groups for p in g["params"])
-    return any(p is tensor or p.data_ptr() == tensor.data_ptr() for p in weights)
+@careful
+def noted(name: str, tensor: torch.Tensor | None) -> None:
+    facts: dict[str, Any] = {"shape": None, "value": None, "weights": False}
+    if tensor is not None:
+        facts["shape"] = [*tensor.shape]
+        if C.count < VALUES and tensor.numel() == 1:
+            facts["value"] = float(tensor)
+        elif C.count < VALUES:
+            weights = (p for o in OPT.made for g in o.param_groups for p in g["params"])
+            facts["weights"] = any(p.data_ptr() == tensor.data_ptr() for p in weights)
+    backwards = M.backwards - OPT.backwards
+    note("collective", name=name, backwards=backwards, **facts, where=where())
 
 
 for module in (dist, dist.distributed_c10d):

@@ -84,20 +84,29 @@ def generators(thing: Any, name: str, depth: int = 4, seen: set | None = None) -
     if id(thing) in seen or len(seen) > 500:
         return
     seen.add(id(thing))
-    if isinstance(thing, torch.Generator):
-        yield name, thing.get_state()
-    elif isinstance(thing, random.Random):
-        yield name, thing.getstate()
-    elif hasattr(thing, "bit_generator"):  # NumPy's
-        yield name, repr(thing.bit_generator.state)
-    elif type(thing).__name__ == "RandomState":
-        yield name, repr(thing.get_state())
+    if (state := generator_state(thing)) is not None:
+        yield name, state
     elif depth and isinstance(thing, list | tuple) and len(thing) < 64:
         for i, value in enumerate(thing):
             yield from generators(value, f"{name}[{i}]", depth - 1, seen)
     elif depth and hasattr(thing, "__dict__") and not isinstance(thing, type | nn.Module):
         for key, value in [*vars(thing).items()]:
             yield from generators(value, f"{name}.{key}", depth - 1, seen)
+        module = sys.modules.get(type(thing).__module__)
+        if module and (hasattr(thing, "__getitem__") or hasattr(thing, "__iter__")):
+            for key, value in [*vars(module).items()]:  # those of the data set's own file
+                if (state := generator_state(value)) is not None:
+                    yield f"{module.__name__}.{key}", state
+
+
+def generator_state(thing: Any) -> Any:
+    if isinstance(thing, torch.Generator):
+        return thing.get_state()
+    if isinstance(thing, random.Random):
+        return thing.getstate()
+    if type(thing).__module__.startswith("numpy.random") and hasattr(thing, "bit_generator"):
+        return repr(thing.bit_generator.state)
+    return repr(thing.get_state()) if type(thing).__name__ == "RandomState" else None
 
 
 def prints(dataset: Any, size: int) -> dict[str, int]:

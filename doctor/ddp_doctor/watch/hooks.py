@@ -18,6 +18,7 @@ from ddp_doctor.watch.note import note
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the doctor's own folder
 LIBRARY = os.path.dirname(os.__file__)
+SCRIPTED = {"__script_if_tracing_wrapper": True}  # torch.jit.script takes the original
 
 
 class Raised(NamedTuple):
@@ -72,6 +73,7 @@ def wrapper(original: Callable, hook: Callable) -> Callable:
         finish(running, result)
         return result
 
+    vars(watched).update(SCRIPTED, __original_fn=original)
     return watched
 
 

@@ -224,7 +224,7 @@ def end(own: Pass) -> None:
     if own.number < PASSES:
         for tell in [] if own.trains else ENDS:
             told |= tell(own)
-        note("end", **own.named, count=own.count, samples=own.samples, sent=own.sent, **told)
+        note("end", **own.named, count=own.count, sent=own.sent, **told)
     L.here = None if L.here is own else L.here
 
 

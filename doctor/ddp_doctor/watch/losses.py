@@ -111,6 +111,8 @@ def divisions(code: CodeType) -> tuple[bool, bool]:
         return False, True  # unknown
     parts = [n for n in ast.walk(tree) if isinstance(n, ast.BinOp | ast.AugAssign)]
     by = [getattr(n, "right", getattr(n, "value", n)) for n in parts if isinstance(n.op, ast.Div)]
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
+    by += [n for n in calls if getattr(n.func, "attr", "") in ("div", "div_", "true_divide")]
     sides = [getattr(n, "left", n) for n in parts if isinstance(n.op, ast.Mult)]
     sides += [getattr(n, "right", getattr(n, "value", n)) for n in parts]
     plain = [n for n in sides if isinstance(n, ast.Constant) and n.value in (0.5, 2, 3, 4)]

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.swa_utils import AveragedModel
 
 from ddp_doctor.watch import content, loaders
-from ddp_doctor.watch.hooks import around, where
+from ddp_doctor.watch.hooks import around, careful, where
 from ddp_doctor.watch.note import note
 
 BATCHED = nn.modules.batchnorm._BatchNorm
@@ -79,7 +79,7 @@ def forward(self, *args, **kwargs):
         M.forwards += 1
         M.syncs.append(bool(self.require_backward_grad_sync))
         if not loaders.L.names and LOOKS[0]():
-            note("forward", rows=content.rows((args, kwargs)), where=where())
+            note("forward", rows=careful(content.rows)((args, kwargs)) or [], where=where())
     yield
 
 
@@ -90,7 +90,7 @@ def backward(tensors, *args, **kwargs):
     if not LOOKS[0]():
         yield
         return
-    M.graph += operations(tensors)
+    looked(tensors)
     for before, _ in AFTER:
         before()
     yield
@@ -98,13 +98,14 @@ def backward(tensors, *args, **kwargs):
         after()
 
 
-def operations(tensors: Any) -> Counter:
+@careful
+def looked(tensors: Any) -> None:
     """The operations on which a loss depends, and what it is divided by last of all."""
     roots = [tensors] if torch.is_tensor(tensors) else [*tensors]
     waiting = [t.grad_fn for t in roots if getattr(t, "grad_fn", None) is not None]
     node, M.divisors = waiting[0] if len(waiting) == 1 else None, []
     while node is not None and node.name() in ("DivBackward0", "MulBackward0"):
-        if node.name() == "DivBackward0" and node.next_functions[1][0] is None:
+        if node.name() == "DivBackward0" and node._saved_other.numel() == 1:
             M.divisors.append(float(node._saved_other))
         node = node.next_functions[0][0]
     seen, found = {*waiting}, Counter()
@@ -114,7 +115,7 @@ def operations(tensors: Any) -> Counter:
         fresh = {n for n, _ in node.next_functions if n is not None} - seen
         seen |= fresh
         waiting += fresh
-    return found if not waiting else Counter()
+    M.graph += Counter() if waiting else found
 
 
 # --- the end of an evaluation

@@ -73,6 +73,7 @@ LOOKS.append(looks)
 
 
 # --- around a backward pass
+@careful
 def zeroed() -> None:
     for own in OPT.own.values():
         kept = own.kept() if own.kept else None
@@ -265,4 +266,4 @@ def note_after(optimizer: Any, own: Own) -> None:
 def clipped(*args, **kwargs):
     norm = yield
     if not isinstance(norm, Raised) and looks() and plain(norm):
-        note("clip", norm=float(norm), backwards=M.backwards - OPT.backwards, where=where())
+        note("clip", norm=float(norm), where=where())

@@ -41,7 +41,8 @@ def after(optimizer: Any) -> None:
     place = here(), sum(loaders.L.numbers.values())
     if P.started and P.started[1] == place:
         P.steps.append((now - P.started[0], loaders.L.waited - P.waited, P.update))
-        measured()
+        if OPT.steps % 4 == 0:
+            measured()
     P.started = None if own.looked else (now, place)
     P.update, P.waited = 0.0, loaders.L.waited
     if OPT.steps % 64 == 0:
