@@ -138,7 +138,7 @@ class Guard:
         self.vault.before_write(self.outside(absolute(path, folder)), bool(flags & os.O_TRUNC))
 
     def outside(self, path: str) -> str:
-        return os.devnull if path.startswith(self.folder) or f"/{NAME}/" in path else path
+        return f"/{NAME}/nothing" if path.startswith(self.folder) or f"/{NAME}/" in path else path
 
     def renamed(self, old: object, new: object, old_folder: int, new_folder: int) -> None:
         self.vault.before_rename(absolute(old, old_folder), absolute(new, new_folder))
@@ -236,7 +236,10 @@ def absolute(path: object, folder: int = -1) -> str:
     name = os.fsdecode(os.fspath(path))  # type: ignore[arg-type]
     if folder is not None and folder >= 0 and not os.path.isabs(name):
         name = os.path.join(descriptor(folder), name)
-    parent, base = os.path.split(os.path.abspath(name))
+    try:
+        parent, base = os.path.split(os.path.abspath(name))
+    except FileNotFoundError:  # the working folder has gone, so the act will fail
+        return f"/{NAME}/nothing"
     return os.path.join(os.path.realpath(parent), base)
 
 

@@ -69,7 +69,7 @@ class Undo:
 
     def clean(self) -> None:
         for vault in self.vaults:
-            if vault != self.home:
+            if vault != self.home and vault.parent.name == NAME:
                 shutil.rmtree(vault, ignore_errors=True)
         for name in os.listdir(self.home):
             if name != self.journal.name:

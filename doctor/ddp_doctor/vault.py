@@ -20,6 +20,8 @@ from ddp_doctor.disk import NAME, Key, birth, key
 
 SMALL = 64 << 20  # bytes: a larger file that is about to be emptied is moved aside, not copied
 SPARE = 64 << 20  # bytes that stay free on a disk to which something is copied
+LARGE = 1 << 30  # bytes, of which copying takes so long that it is said
+NO_FILES = ("/proc/", "/sys/")
 
 
 class Refused(Exception):
@@ -165,6 +167,11 @@ class Vault:
             target = self.free_name(folder)
             if shutil.disk_usage(folder).free < own.st_size + SPARE:
                 continue
+            if own.st_size > LARGE:
+                line = (
+                    f"doctor: {path} ({own.st_size / 1e9:.0f} GB) is copied before it is changed\n"
+                )
+                os.write(2, line.encode())
             try:
                 disk.copy_bytes(path, target)
             except OSError as error:
@@ -283,7 +290,7 @@ class Vault:
     @contextlib.contextmanager
     def existing(self, path: str) -> Iterator[os.stat_result | None]:
         """What is there, if it was there before the run. Others wait as long as it is looked at."""
-        if not os.path.lexists(path):
+        if path.startswith(NO_FILES) or not os.path.lexists(path):
             yield None
             return
         with self.locked():

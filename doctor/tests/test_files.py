@@ -422,6 +422,10 @@ for act in (
     lambda: os.chmod("missing", 0),
     lambda: os.link("last.ckpt", "logs/train.log"),
     lambda: subprocess.run(["no-such-command", "last.ckpt"]),
+    lambda: open("x" * 999, "w"),
+    lambda: [open("/proc/self/comm", "w").write("me"), open("/dev/null", "w"), os.listdir("no")],
+    lambda: [os.mkdir("gone"), os.chdir("gone"), os.rmdir("../gone"), open("y", "w")],
+    lambda: os.remove("last.ckpt"),
 ):
     try:
         act()
@@ -434,7 +438,7 @@ for act in (
         [sys.executable, "-c", MODULES + program], cwd=guarded.work, capture_output=True, text=True
     )
     assert said.splitlines()[: len(plain.stdout.splitlines())] == plain.stdout.splitlines()
-    assert plain.stdout.count("\n") == 12
+    assert plain.stdout.count("\n") == 16
     assert state(guarded.work) == before == restored(guarded)
 
 
