@@ -3,7 +3,7 @@
     ddp-doctor torchrun --nproc_per_node=2 train.py --my-options
     ddp-doctor python ddp_spawn.py
     ddp-doctor accelerate launch --num_processes 2 train.py
-    ddp-doctor explain order         what a finding means
+    ddp-doctor explain same-order    what a finding means
     ddp-doctor restore FOLDER        puts files back, if a doctor was killed before it could
 
 Put it before your own command. The doctor's options stand before the command, too.

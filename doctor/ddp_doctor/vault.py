@@ -168,10 +168,7 @@ class Vault:
             if shutil.disk_usage(folder).free < own.st_size + SPARE:
                 continue
             if own.st_size > LARGE:
-                line = (
-                    f"doctor: {path} ({own.st_size / 1e9:.0f} GB) is copied before it is changed\n"
-                )
-                os.write(2, line.encode())
+                os.write(2, f"doctor: {path} is copied before it is changed\n".encode())
             try:
                 disk.copy_bytes(path, target)
             except OSError as error:
