@@ -4,8 +4,10 @@ It installs the guard of the files, and imports the watcher as soon as the proce
 torch. The processes of torchrun itself are guarded, but not watched.
 """
 
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
 from types import ModuleType
@@ -14,22 +16,31 @@ here = os.path.dirname(os.path.abspath(__file__))
 package = os.path.dirname(os.path.dirname(here))
 
 
-def watch(torch: ModuleType) -> None:
-    sys.path.append(package)
+@contextlib.contextmanager
+def reachable() -> Iterator[None]:
+    """The program's sys.path is as it would be without the doctor, except while it is imported."""
+    added = package not in sys.path
+    sys.path += [package] * added
     try:
-        import ddp_doctor.watch  # noqa: F401
+        yield
+    finally:
+        if added:
+            sys.path.remove(package)
+
+
+def watch(torch: ModuleType) -> None:
+    try:
+        with reachable():
+            import ddp_doctor.watch  # noqa: F401
     except Exception as error:  # of the doctor, and not of the program, which goes on
         with open(os.path.join(os.environ["DDP_DOCTOR_FOLDER"], "failed"), "a") as file:
             file.write(f"watch: {type(error).__name__}: {error}\n")
-    finally:
-        sys.path.remove(package)
 
 
 def begin() -> None:
-    sys.path.append(package)
-    from ddp_doctor import guard
+    with reachable():
+        from ddp_doctor import guard
 
-    sys.path.remove(package)
     own = guard.install(os.environ["DDP_DOCTOR_FOLDER"], os.environ["DDP_DOCTOR_VAULT"])
     modules = {name: [own.wrap] for name in guard.NATIVE}
     words = sys.orig_argv[:4]
