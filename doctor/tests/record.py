@@ -1,8 +1,9 @@
 """Run programs, and keep what their ranks have noted: the fixtures of test_checks.py.
 
-python tests/record.py [NAME ...]      writes tests/fixtures/NAME.tar.xz
+python tests/record.py [--to FOLDER] [NAME ...]      writes tests/fixtures/NAME.tar.xz
 """
 
+import argparse
 import os
 import runpy
 import socket
@@ -76,14 +77,17 @@ def run(name: str, text: str, folder: Path, seconds: float = 120) -> int:
 def main() -> None:
     from programs import PROGRAMS
 
-    fixtures = HERE / "fixtures"
-    fixtures.mkdir(exist_ok=True)
-    for name in sys.argv[1:] or PROGRAMS:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--to", type=Path, default=HERE / "fixtures")
+    parser.add_argument("names", nargs="*")
+    args = parser.parse_args()
+    args.to.mkdir(exist_ok=True)
+    for name in args.names or PROGRAMS:
         with tempfile.TemporaryDirectory() as folder:
             status = run(name, PROGRAMS[name][0], Path(folder))
             kept = [*Path(folder).glob("*.jsonl"), *Path(folder).glob("*.numbers")]
             kept += [*Path(folder).glob("*.own"), *Path(folder).glob("*.worker")]
-            with tarfile.open(fixtures / f"{name}.tar.xz", "w:xz") as file:
+            with tarfile.open(args.to / f"{name}.tar.xz", "w:xz") as file:
                 for path in sorted(kept):
                     file.add(path, path.name, filter=anonymous)
         print(name, status, flush=True)

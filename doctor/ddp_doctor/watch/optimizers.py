@@ -61,12 +61,9 @@ def looks() -> bool:
     if (number not in seen and len(seen) > 1) or len(OPT.epochs) > 8:
         return False
     limit = FIRST if number in seen[:1] or not seen else SECOND
-    if (
-        max((n for (k, i, _), n in OPT.orders.items() if (k, i) == (key, number)), default=0)
-        >= limit
-    ):
-        return False
-    return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+    made = [n for (k, i, _), n in OPT.orders.items() if (k, i) == (key, number)]
+    capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return max(made, default=0) < limit and not capturing
 
 
 LOOKS.append(looks)
@@ -141,6 +138,7 @@ optimizers.register_optimizer_step_pre_hook(pre_hook)
 optimizers.register_optimizer_step_post_hook(post_hook)
 
 
+@careful
 def before(optimizer: Any) -> None:
     begin(int(os.environ.get("RANK", 0)), 1)  # a program without a process group
     own = OPT.own.of(optimizer)
@@ -235,6 +233,7 @@ def options(group: dict[str, Any]) -> dict[str, Any]:
     return {n: v for n, v in found.items() if isinstance(v, OPTIONS)}
 
 
+@careful
 def after(optimizer: Any) -> None:
     own = OPT.own.of(optimizer)
     if own is None:
