@@ -179,3 +179,14 @@ def test_the_environment_is_the_users(work: Path) -> None:
     mine, words, path = json.loads(done.stdout.splitlines()[0])
     assert (mine, words) == (1, ["--json", "a b"])
     assert not [folder for folder in path if str(PACKAGE) in folder]
+
+
+def test_a_refusal_ends_the_whole_job(work: Path) -> None:
+    """A child refuses; its parent, which would go on, is ended, and all is put back."""
+    (work / "child.py").write_text(CHANGES + "os.system('rm -rf $(echo .)')")
+    parent = "import subprocess, sys, time\nsubprocess.run([sys.executable, 'child.py'])\n"
+    (work / "x.py").write_text(parent + "time.sleep(100)")
+    status, out, error = run(work, "python", "x.py")
+    assert (status, out.splitlines()[0]) == (2, "changed")
+    assert "error: the program is stopped before it destroys something: what `rm -rf" in error
+    assert is_as_before(work)
