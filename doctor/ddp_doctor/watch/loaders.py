@@ -17,7 +17,7 @@ from ddp_doctor.watch import content
 from ddp_doctor.watch.hooks import Raised, around, careful, where
 from ddp_doctor.watch.note import context, folder, note
 
-PASSES, SAMPLES, NUMBERS = 3, 2048, 5_000_000  # so much of each loader is looked at
+PASSES, SAMPLES, NUMBERS = 4, 2048, 5_000_000  # so much of each loader is looked at
 SHUFFLES = {"randperm", "shuffle", "permutation", "permuted"}
 
 

@@ -29,7 +29,7 @@ class Models:
         self.averages: list[weakref.ref] = []
         self.facts = loaders.Weak()  # of each, its parameters at first: {id: (trainable, type)}
         self.syncs: deque = deque(maxlen=512)  # of each forward pass, whether it is averaged
-        self.forwards = self.backwards = 0
+        self.forwards = self.backwards = self.made = 0
         self.graph: Counter = Counter()
         self.divisors: list[float] = []  # of the loss, just before its backward pass
 
@@ -47,6 +47,7 @@ AFTER: list = []  # what else is done around a backward pass
 def wrapped(self, module, *args, **kwargs):
     yield
     M.wrapped.append(weakref.ref(self))
+    M.made += 1
     first = {id(p): (p.requires_grad, str(p.dtype), str(p.device)) for p in module.parameters()}
     M.facts.put(self, first)
     self._set_ddp_runtime_logging_sample_rate(RATE)

@@ -39,7 +39,7 @@ class Optimizers:
         self.steps = self.count = 0
         self.orders: Counter = Counter()  # steps in each of the first passes
         self.epochs: dict[Any, list] = {}  # the first passes of each loader that trains
-        self.syncs = self.backwards = 0  # of the models, at the last step
+        self.syncs = self.backwards = self.models = 0  # what the models had made at the last step
         self.last = (None, 0), 0  # the pass of the last step, and its batches
         self.synced: dict[int, tuple] = {}  # gradients at the end of the last backward pass
         self.scaler: Any = None
@@ -177,7 +177,7 @@ def note_before(optimizer: Any, own: Own) -> None:
         "optimizer": own.number,
         "order": own.order,
         "names": [*names],
-        "weights": content.digest(ours) if own.order == 0 else {},
+        "weights": content.digest(ours) if own.order == 0 or OPT.models != M.made else {},
         "grads": content.digest({n: p.grad for n, p in graded.items()}),
         "synced": {n: OPT.synced[id(p)] for n, p in graded.items() if id(p) in OPT.synced},
         "options": [*map(options, optimizer.param_groups[:8])],
@@ -245,7 +245,7 @@ def after(optimizer: Any) -> None:
     elif models.B.original and all(len(seen) > 1 for seen in OPT.epochs.values()):
         models.B.rest()
     own.backwards, own.steps, OPT.steps = M.backwards, own.steps + 1, OPT.steps + 1
-    OPT.syncs, OPT.backwards = M.forwards, M.backwards
+    OPT.syncs, OPT.backwards, OPT.models = M.forwards, M.backwards, M.made
     OPT.last = here(), loaders.L.here.count if loaders.L.here else 0
     losses.S.taken()
     M.graph.clear()
