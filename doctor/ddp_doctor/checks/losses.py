@@ -44,7 +44,8 @@ def world(job: Job) -> Iterator[Found]:
     gathers = any(not event["backwards"] for event in job.inner())  # whose gradients add up
     if job.world < 2 or job.sharded or gathers or "hook" in job.topology or len(steps) < 3:
         return
-    by_loss = [[grad for _, grad in e["incoming"]] == [1 / job.world] for e in steps]
+    grads = [[grad * job.world for _, grad in e["incoming"]] for e in steps]
+    by_loss = [len(own) == 1 and abs(own[0] - 1) < 1e-4 for own in grads]
     by_root = [job.world in e["divisors"] and not e["incoming"] for e in steps]
     if all(by_loss) or all(by_root):
         what = f"the loss is divided by world_size, and DDP averages over {job.world} ranks, too"
