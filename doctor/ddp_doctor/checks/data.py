@@ -56,20 +56,22 @@ def numbers(job: Job, loader: dict[int, Event]) -> Iterator[Found]:
             remedy = "give each rank its share, unless it is meant"
             yield Found("not-sharded", place, what, remedy, "NOTE")
         elif alike.verdict == "unknown":
-            what = (
-                f"an epoch has {twice} numbers on more than one rank, of one data set or of several"
-            )
+            what = f"an epoch has {twice} numbers on more than one rank, perhaps of other samples"
             remedy = "use a DistributedSampler, if all ranks have the same data"
             yield Found("not-sharded", place, what, remedy, "NOTE")
         else:
             remedy = f"use sampler=DistributedSampler(dataset), not {event['kinds'][1]}"
             yield Found("not-sharded", place, what, remedy)
     elif seen and job.complete and all(job.end(r, e) for r, e in loader.items()):
-        rest = job.world * (event["batch"] or 1) if event["whole"] else 0
-        missing = len(set().union(*own)) - len(seen)
+        mine = [e for other in job.loaders(trains=False) for e in other.values()]
+        kept = [e for e in mine if e["dataset"] == event["dataset"]]  # for an evaluation
+        left = set().union(*own).difference(seen, *map(job.drawn, kept))
+        every = len(seen) + len(left)  # who shards twice loses all but one share of it
         counts = {job.end(r, e)["count"] - (e["length"] or 0) for r, e in loader.items()}
-        if missing > job.world + rest and counts == {0} and alike.verdict != "other":
-            what = f"an epoch has only {len(seen)} of {len(seen) + missing} samples"
+        twice_sharded = abs(len(seen) * job.world - every) <= job.world * (event["batch"] or 1)
+        again = [{*job.drawn(e)} for e in job.passes(job.first, trains=True)[1:2]]
+        if twice_sharded and counts == {0} and all(one <= seen for one in again):
+            what = f"an epoch has only {len(seen)} of {every} samples"
             yield Found("sharded-twice", place, what, "shard the data once")
 
 
