@@ -5,6 +5,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from ddp_doctor.cli import main 
+from ddp_doctor.cli import main
 
 sys.exit(main())
