@@ -32,6 +32,14 @@ def started(script: str, folder: Path, options: tuple) -> Job:
     return Job(words, folder, {})
 
 
+def strike(job: Job, what: str, whom: str, draw: random.Random) -> None:
+    """Send all processes of a job, its first one or one of its ranks this signal."""
+    pids = job.pids() if whom == "all" else [job.process.pid]
+    for pid in [draw.choice(job.workers() or pids)] if whom == "rank" else pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.Signals[what])
+
+
 @pytest.mark.slow("five jobs by their real command lines, and as many resumed ones")
 @pytest.mark.parametrize("seed", range(5, 5 + int(os.environ.get("FAULTS", 5))))
 def test_the_same_bytes_after_a_random_fault(tmp_path, record_property, seed):
@@ -53,10 +61,7 @@ def test_the_same_bytes_after_a_random_fault(tmp_path, record_property, seed):
         if epoch >= 0:
             job.wait_for(f"^Epoch {epoch} .*samples/s$")
         time.sleep(seconds if epoch >= 0 else 4 * seconds)
-        pids = job.pids() if whom == "all" else [job.process.pid]
-        for pid in [draw.choice(job.workers() or pids)] if whom == "rank" else pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.Signals[what])
+        strike(job, what, whom, draw)
         job.finish(None)  # and no process is left
     finally:
         job.kill()

@@ -21,7 +21,7 @@ from helpers.files import difference, idx_files, load, patched, same_bytes
 from helpers.hosts import require
 from helpers.jobs import ROOT, TORCHRUN, epochs
 from helpers.ranks import start_server, train
-from test_faults import FAULTS, disk, strike  # noqa: F401 (disk is a fixture)
+from test_faults import SIGNALS, strike
 from test_multinode import Nodes, hosts  # noqa: F401 (hosts is a fixture)
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import DataLoader
@@ -461,28 +461,27 @@ def test_a_stop_by_sigterm_saves_and_goes_on_with_the_same_bytes(start, tmp_path
 
 @pytest.mark.slow("five jobs by their real command lines, and as many resumed ones")
 @pytest.mark.parametrize("seed", range(81, 81 + int(os.environ.get("FAULTS", 5))))
-def test_the_same_bytes_after_a_random_fault(start, disk, tmp_path, record_property, seed):  # noqa: F811
+def test_the_same_bytes_after_a_random_fault(start, tmp_path, record_property, seed):
     """In mid-epoch nearly always. torchrun restarts the job where a rank alone has failed."""
     draw = random.Random(seed)
-    kinds = [*FAULTS, *((name, whom) for name, _ in FAULTS[:3] for whom in ("rank", "parent"))]
-    (what, whom), seconds = draw.choice(kinds), draw.uniform(0, 4)
+    what, whom = draw.choice(SIGNALS), draw.choice(("all", "parent", "rank"))
+    folder, seconds = tmp_path / "saved", draw.uniform(0, 4)
     if (what, whom) == ("SIGKILL", "parent"):  # which leaves its ranks
         whom = "all"
     options = (5, "--dataset", "fashion-mnist", "--data-dir", idx_files(tmp_path, 1200, 10))
     options += ("--model", "convnet", "--batch-size", 8, "--save-steps", 7, "--snapshot-path")
     train(tmp_path, SCRIPT, 2, *options, tmp_path / "whole.pt")
-    options += (disk / "snapshot.pt", "--resume", *(["--save-on-sigterm"] if seed % 2 else []))
+    options += (folder / "snapshot.pt", "--resume", *(["--save-on-sigterm"] if seed % 2 else []))
     job = start(LAUNCH.format("2 --max-restarts=3"), *options, LADDER_SLOW="0:0.01", **RESTARTS)
     job.wait_for("from epoch 0")
     time.sleep(seconds)
-    strike(job, what, whom, draw, disk)
+    strike(job, what, whom, draw)
     text = job.finish(0 if whom == "rank" and what != "SIGTERM" else None)  # and nobody is left
     record_property(f"{what} {whom}, {seconds:.2f} s", f"{text.count('saved')} snapshots before")
-    (disk / "filler").unlink(missing_ok=True)
     train(tmp_path, SCRIPT, 2, *options)
-    snapshot = load(disk / "snapshot.pt")
+    snapshot = load(folder / "snapshot.pt")
     assert snapshot["epoch"] == 5 and same_bytes(snapshot, load(tmp_path / "whole.pt"))
-    assert [path.name for path in disk.iterdir()] == ["snapshot.pt"]
+    assert [path.name for path in folder.iterdir()] == ["snapshot.pt"]
 
 
 MEET = "torchrun --nnodes=2 --node_rank={} --master_addr={} " + SCRIPT
