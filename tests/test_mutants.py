@@ -97,9 +97,11 @@ ALL = [(test, *mutant) for test, mutants in MUTANTS.items() for mutant in mutant
 # In a process that was forked with torch, forget the tests that are not those of the copy.
 PYTEST = f"""\
 import os, sys
-sys.path[:] = [path for path in sys.path if not path.startswith({str(ROOT)!r})]
+def original(path):  # and not of a .venv below it
+    return path.startswith({str(ROOT)!r}) and not path.startswith(sys.prefix)
+sys.path[:] = [path for path in sys.path if not original(path)]
 for name, module in [*sys.modules.items()]:
-    if (getattr(module, "__file__", None) or "").startswith({str(ROOT)!r} + os.sep):
+    if original(getattr(module, "__file__", None) or ""):
         del sys.modules[name]
 for name in [name for name in os.environ if name.startswith("PYTEST_")]:
     del os.environ[name]
