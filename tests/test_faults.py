@@ -59,7 +59,7 @@ def test_the_same_bytes_after_a_random_fault(tmp_path, record_property, seed):
     job = started(script, tmp_path, options)
     try:
         if epoch >= 0:
-            job.wait_for(f"^Epoch {epoch} .*samples/s$")
+            job.wait_for(f"Epoch {epoch} .*samples/s")
         time.sleep(seconds if epoch >= 0 else 4 * seconds)
         strike(job, what, whom, draw)
         job.finish(None)  # and no process is left

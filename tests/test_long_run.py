@@ -31,7 +31,7 @@ from common.data import make_digits
 SCRIPT = "recipes/long_run.py"
 LAUNCH = TORCHRUN.replace("ddp_torchrun.py", SCRIPT)
 RESTARTS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": 1}
-STEP = re.compile(r"^Epoch \d+ \| Step (\d+) \| Loss: (\S+) \| lr: (\S+)$", re.M)
+STEP = re.compile(r"Epoch \d+ \| Step (\d+) \| Loss: (\S+) \| lr: ([\d.e-]+)", re.M)
 SAVED = re.compile(r"^Step (\d+) \| Training checkpoint saved at (\S+)$", re.M)
 MLP = ("--model", "mlp")
 

@@ -402,11 +402,11 @@ def test_rank_0_shows_each_epoch_once_and_each_rank_has_a_profile_of_two_steps(r
 @pytest.mark.slow("a real torchrun")
 def test_a_debugger_in_one_rank(recipe, tmp_path):
     path = recipe("breakpoint", DIGITS)
-    words = command(f"torchrun --standalone --nproc_per_node=2 {path}", 1, *SMALL)
+    words = command(f"torchrun --standalone --nproc_per_node=2 {path}", 1, *MLP, "--batch-size", 40)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    typed = "up\np len(loader) * 1111\n" + 5 * "c\n"
+    typed = "up\np len(targets) * 1111\nc\n"  # in the only step
     done = subprocess.run(words, input=typed, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert "(Pdb) 5555\n" in done.stdout and "Epoch 0 | Train loss" in done.stdout, done
+    assert "(Pdb) 44440\n" in done.stdout and "Epoch 0 | Train loss" in done.stdout, done
 
 
 LAYOUT = own("""forward = torch.nn.Conv2d.forward

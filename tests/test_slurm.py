@@ -135,7 +135,7 @@ def test_the_batch_script_goes_on_after_its_time_and_after_pre_emption(slurm, tm
     slurm.wait(job, "COMPLETED")
     text = output.read_text()
     for rank in range(4):  # two on each node
-        assert text.count(f"[rank {rank} of 4] cpu") == 3, text
+        assert text.count(f"[rank {rank} of 4] on cpu") == 3, text
     assert re.findall("^.rank 0 of 4. on cpu, from epoch (.)", text, re.M) == ["0", "0", "1"]
     assert text.count("stopped by SIGTERM") == 8
     assert [line["epoch"] for line in epochs(text)] == [0, 1]
@@ -195,7 +195,7 @@ def test_srun_without_torchrun(slurm, tmp_path):
     text = slurm.call(*srun, "bash", "-c", script, **ENVIRONMENT)
     slurm.call("scancel", other)
     for rank, gpu in ((0, 1), (1, 0)):
-        assert f"rank {rank} has GPU {gpu}\n" in text and f"[rank {rank} of 2] cpu" in text
+        assert f"rank {rank} has GPU {gpu}\n" in text and f"[rank {rank} of 2] on cpu" in text
     assert text.count("Steps: 188\n") == 2 and len(epochs(text)) == 1
 
 

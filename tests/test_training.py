@@ -58,4 +58,4 @@ def test_the_launcher_before_torchrun(run, parse, fashion):
     launch = "python -m torch.distributed.launch --nproc_per_node=2 ddp_torchrun.py"
     text = run(launch, 1, *fashion(100, 10), MASTER_PORT=0)
     assert "FutureWarning" in text and "[rank 1 of 2] on cpu, from epoch 0\n" in text
-    parse("ddp_torchrun.py", "--local_rank=1", "--local-rank=1")
+    parse("ddp_torchrun.py", "--resume", "--local_rank=1", "--local-rank=1")

@@ -185,7 +185,7 @@ def doctor(args: argparse.Namespace, folder: Path) -> Section:
         ]
     lines, good = ["| command | last line | seconds |", "| --- | --- | ---: |"], True
     for number, words in enumerate(commands):
-        words += ("--snapshot-path", f"{number}.pt")
+        words += (2, "--snapshot-path", f"{number}.pt")  # two epochs
         start, line = time.monotonic(), " ".join(map(str, words))
         job = Job([sys.executable, str(ROOT / "doctor"), *command(*words)], folder, {})
         text = job.finish(None, seconds=left(args, 120))

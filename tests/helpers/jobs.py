@@ -26,8 +26,8 @@ SPAWN2 = ("ddp_spawn.py", "--nproc-per-node", 2)
 # What multinode.py needs where it is alone. Each Job puts a new file of its folder in this place.
 ALONE = ("--init-method", "file://new", "--rank", 0, "--world-size", 1)
 EPOCH = re.compile(
-    r"^Epoch (\d+) \| Train loss: (\S+) \| Val loss: (\S+) \| "
-    r"Accuracy: (\d+)/(\d+) \((\S+)%\) \| (\d+) samples/s$",
+    r"Epoch (\d+) \| Train loss: (\S+) \| Val loss: (\S+) \| "
+    r"Accuracy: (\d+)/(\d+) \((\S+)%\) \| (\d+) samples/s",
     re.M,
 )
 
