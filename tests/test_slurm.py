@@ -119,11 +119,11 @@ def test_the_batch_script_goes_on_after_its_time_and_after_pre_emption(slurm, tm
         slurm.call("scontrol", "update", f"JobId={job}", "StartTime=now")
 
     data = ("--dataset", "fashion-mnist", "--data-dir", idx_files(tmp_path / "data", 2_400, 10))
-    options = (2, *data, "--log-interval", 1)
+    options = (2, *data)
     placed = ("--parsable", f"--chdir={tmp_path}", f"--output={output}", "--cpus-per-task=2")
     env = {**ENVIRONMENT, "SCRIPT": ROOT / "recipes/long_run.py", "OMP_NUM_THREADS": ""}
     env |= {"LADDER_SLOW": "1:0.1"}  # scancel and scontrol take their time, too
-    own = ("--batch-size", 6, "--save-on-sigterm")
+    own = ("--batch-size", 6, "--log-interval", 1, "--save-on-sigterm")
     job = slurm.call("sbatch", *placed, "--gpus-per-node=2", BATCH, *options, *own, **env).strip()
     wait_for(lambda: said(r"Epoch 0 \| Step 3 "))
     slurm.call("scancel", "--batch", "--signal=USR1", job)
@@ -149,7 +149,8 @@ def test_the_batch_script_goes_on_after_its_time_and_after_pre_emption(slurm, tm
 def test_a_job_is_requeued_if_it_has_saved_and_not_restarted_if_it_fails(slurm, tmp_path):
     """Two jobs of an array save when they are stopped, but only the second is. ddp_torchrun.py
     cannot save then, and a snapshot that is refused ends a job for good."""
-    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    for name in ("common", "recipes"):
+        (tmp_path / name).symlink_to(ROOT / name)
     env = {**ENVIRONMENT, "LADDER_SLOW": "0", "LADDER_DTYPE": ""}
     placed = ("--parsable", f"--chdir={tmp_path}", "--nodes=1", "--cpus-per-task=2")
     placed += ("--gpus-per-node=1", f"--output={tmp_path}/%j.out")
