@@ -112,7 +112,7 @@ def train(args, device):
 
     first_epoch = load_snapshot(args, model, optimizer)
     print(f"[rank {rank} of {world_size}] on {device}, from epoch {first_epoch}", flush=True)
-    model = DDP(model)  # copies rank 0's weights; no device_ids, as the loop moves the inputs
+    model = DDP(model, gradient_as_bucket_view=True)  # saves copying gradients; needs no device_ids
 
     for epoch in range(first_epoch, args.total_epochs):
         start = time.perf_counter()
@@ -128,7 +128,7 @@ def train(args, device):
             save_snapshot(args, model.module, optimizer, epoch + 1)
         for buffer in model.buffers():  # BatchNorm's differ after the last step: take rank 0's
             dist.broadcast(buffer, src=0)
-        sums = evaluate(model.module, val_loader, device)  # through DDP, uneven shards may hang
+        sums = evaluate(model.module, val_loader, device)  # DDP's forward waits for all ranks
         dist.all_reduce(sums)
         val_loss, correct = sums.tolist()
         if rank == 0:
@@ -138,7 +138,7 @@ def train(args, device):
 
 
 def main(rank, args):
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent that dies sends it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # Linux sends it if the parent dies
     device = ddp_setup(rank, args)
     train(args, device)  # frees its DDP object on return, before the group ends
     dist.destroy_process_group()

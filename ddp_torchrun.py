@@ -1,14 +1,14 @@
 """Train on the GPUs of one machine or of several: torchrun starts a process for each.
 
-    torchrun --standalone --nproc_per_node=gpu ddp_torchrun.py 50 10            # all GPUs
-    torchrun --standalone --nproc_per_node=2 ddp_torchrun.py 50 10 --resume     # continue
+    torchrun --standalone --nproc_per_node=gpu ddp_torchrun.py 50 10    # on all GPUs
 
 On two machines, run this on the first, and with --node_rank=1 on the second:
 
     torchrun --nnodes=2 --node_rank=0 --nproc_per_node=4 --master_addr=10.0.0.1 ddp_torchrun.py
 
-A step takes --batch-size samples of each process: with four, 32 make a batch of 128. What a long
-run needs is in recipes/long_run.py: bfloat16, accumulation, a schedule, snapshots within an epoch.
+Each process has a rank, counted from 0 over all machines, and a local rank, counted on its own. A
+step takes --batch-size samples of each: with four, 32 make a batch of 128, which may need a higher
+--lr. recipes/long_run.py has what a long run needs: bfloat16, accumulation, a schedule.
 """
 
 import argparse
@@ -114,7 +114,7 @@ def train(args, device):
         line = f"total_epochs: {args.total_epochs}, save_every: {args.save_every}"
         print(f"{line}, batch_size: {args.batch_size}", flush=True)
     print(f"[rank {rank} of {world_size}] on {device}, from epoch {first_epoch}", flush=True)
-    model = DDP(model)  # copies rank 0's weights; no device_ids, as the loop moves the inputs
+    model = DDP(model, gradient_as_bucket_view=True)  # saves copying gradients; needs no device_ids
 
     for epoch in range(first_epoch, args.total_epochs):
         start = time.perf_counter()
@@ -130,7 +130,7 @@ def train(args, device):
             save_snapshot(args, model.module, optimizer, epoch + 1)
         for buffer in model.buffers():  # BatchNorm's differ after the last step: take rank 0's
             dist.broadcast(buffer, src=0)
-        sums = evaluate(model.module, val_loader, device)  # through DDP, uneven shards may hang
+        sums = evaluate(model.module, val_loader, device)  # DDP's forward waits for all ranks
         dist.all_reduce(sums)
         val_loss, correct = sums.tolist()
         if rank == 0:

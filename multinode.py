@@ -1,11 +1,11 @@
-"""Train on several machines without torchrun: you start each process, and give it its rank.
+"""Train on several machines, where torchrun cannot start the processes: give each its rank.
 
     python multinode.py 50 10 --init-method tcp://10.0.0.1:22225 --world-size 2 --rank 0  # 10.0.0.1
     python multinode.py 50 10 --init-method tcp://10.0.0.1:22225 --world-size 2 --rank 1
 
 Start one process per GPU, with consecutive ranks on a machine. On the second one of four GPUs each:
 
-    for rank in 4 5 6 7; do
+    export OMP_NUM_THREADS=4; for rank in 4 5 6 7; do
         python multinode.py 50 10 --init-method tcp://10.0.0.1:22225 --world-size 8 --rank $rank &
     done; wait
 
@@ -118,7 +118,7 @@ def train(args, device):
         line = f"total_epochs: {args.total_epochs}, save_every: {args.save_every}"
         print(f"{line}, batch_size: {args.batch_size}", flush=True)
     print(f"[rank {rank} of {world_size}] on {device}, from epoch {first_epoch}", flush=True)
-    model = DDP(model)  # copies rank 0's weights; no device_ids, as the loop moves the inputs
+    model = DDP(model, gradient_as_bucket_view=True)  # saves copying gradients; needs no device_ids
 
     for epoch in range(first_epoch, args.total_epochs):
         start = time.perf_counter()
@@ -134,7 +134,7 @@ def train(args, device):
             save_snapshot(args, model.module, optimizer, epoch + 1)
         for buffer in model.buffers():  # BatchNorm's differ after the last step: take rank 0's
             dist.broadcast(buffer, src=0)
-        sums = evaluate(model.module, val_loader, device)  # through DDP, uneven shards may hang
+        sums = evaluate(model.module, val_loader, device)  # DDP's forward waits for all ranks
         dist.all_reduce(sums)
         val_loss, correct = sums.tolist()
         if rank == 0:

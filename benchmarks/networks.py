@@ -1,4 +1,4 @@
-"""What tools/gpu.py trains, because the scripts' own models would leave a GPU mostly idle.
+"""What benchmarks/gpu.py trains, because the scripts' own models would leave a GPU mostly idle.
 
 REHEARSE=1 makes both so small that a CPU can train them.
 """

@@ -29,17 +29,15 @@ from common.data import DATASETS, load_dataset  # replace by your own
 from common.model import MODELS, build_model  # replace by your own
 from common.seed import set_seed
 
-MAY_DIFFER = {"data_dir", "snapshot_path", "num_workers", "local_rank"}  # between machines
-KEPT = ("dataset", "train_size", "momentum", "seed", "warm_up", "cosine")  # if it is resumed
 sigterm = []  # has an entry when SIGTERM has come, with --save-on-sigterm
+last_save = time.monotonic()
 
 
-class ResumableSampler(DistributedSampler):  # leaves out what this rank had done before a stop
+class ResumableSampler(DistributedSampler):
+    done = 0  # how many samples of its share this rank has had in this epoch
+
     def __iter__(self):
-        return itertools.islice(super().__iter__(), self.start, None)
-
-    def __len__(self):
-        return self.num_samples - self.start
+        return itertools.islice(super().__iter__(), self.done, None)
 
 
 def ddp_setup(args):
@@ -69,17 +67,56 @@ def train_step(model, micro_batches, optimizer, device, args):
     for number, (inputs, targets) in enumerate(micro_batches, start=1):
         inputs = inputs.to(device, non_blocking=True)
         targets = targets.to(device, non_blocking=True)
-        last = number == len(micro_batches)
-        with contextlib.nullcontext() if last else model.no_sync():  # the last one sends gradients
+        with contextlib.nullcontext() if number == len(micro_batches) else model.no_sync():
             with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):
                 loss = F.cross_entropy(model(inputs), targets)  # your loss: a mean over the batch
             loss = loss * len(targets) / samples  # its share of the step, also of a smaller rest
-            loss.backward()  # DDP averages the gradients over all ranks
+            loss.backward()  # in the last one, DDP averages the gradients over all ranks
         mean_loss += loss.detach()
     if args.clip > 0:
         torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
     optimizer.step()
     return mean_loss, samples
+
+
+def train_epoch(args, model, loader, optimizer, device, epoch):
+    """Returns the sum of the losses of this rank's samples, or None if SIGTERM has come."""
+    rank, world_size, sampler = dist.get_rank(), dist.get_world_size(), loader.sampler
+    step_size = args.batch_size * args.accumulate  # samples of this rank
+    steps = math.ceil(sampler.num_samples / step_size)  # in an epoch
+    step = epoch * steps + sampler.done // step_size  # counted over all epochs
+    loss_sum, stop = 0, False
+    batches = iter(loader)
+    while micro_batches := list(itertools.islice(batches, args.accumulate)):
+        step += 1
+        set_seed(args.seed, rank, epoch, step)  # a run that is resumed here draws the same
+        lr = learning_rate(step, args.total_epochs * steps, args)
+        for group in optimizer.param_groups:  # your schedule
+            group.update(lr=lr, momentum=args.momentum)
+        loss, samples = train_step(model, micro_batches, optimizer, device, args)
+        loss_sum += loss * samples
+        sampler.done += samples
+        save = step % args.save_steps == 0
+        if step % args.log_interval == 0:
+            dist.all_reduce(loss)
+            if rank == 0:
+                line = f"Epoch {epoch} | Step {step} | Loss: {loss.item() / world_size:.4f}"
+                print(f"{line} | lr: {lr:.4g}", flush=True)
+            late = time.monotonic() - last_save > 60 * args.save_minutes
+            wishes = torch.tensor([late, len(sigterm) > 0], dtype=torch.float32, device=device)
+            dist.all_reduce(wishes)  # so that all ranks save, or stop, after the same step
+            late, stop = (wishes > 0).tolist()
+            save = save or late or stop
+        seen = sampler.done * world_size
+        place = {"epoch": epoch, "samples_seen": seen, "train_size": args.train_size}
+        if sampler.done == sampler.num_samples:
+            place = {"epoch": epoch + 1, "samples_seen": 0}
+            save = save or (epoch + 1) % args.save_every == 0 or epoch + 1 == args.total_epochs
+        if save:
+            save_snapshot(args, model.module, optimizer, step, place)
+        if stop:
+            return None
+    return loss_sum
 
 
 @torch.no_grad()
@@ -96,13 +133,14 @@ def evaluate(model, loader, device):
     return sums
 
 
-def save_snapshot(args, model, optimizer, step, epochs, samples_seen=0):
+def save_snapshot(args, model, optimizer, step, place):
+    global last_save
+    last_save = time.monotonic()
     if not all(weight.isfinite().all() for weight in model.parameters()):
         sys.exit("error: weights are NaN or infinite, so they are not saved: try a lower --lr")
     if dist.get_rank() > 0:  # all ranks have these weights
         return
-    snapshot = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epochs}
-    snapshot |= {"samples_seen": samples_seen, "kept": {name: getattr(args, name) for name in KEPT}}
+    snapshot = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), **place}
     torch.save(snapshot, f"{args.snapshot_path}.tmp")
     os.replace(f"{args.snapshot_path}.tmp", args.snapshot_path)  # all or nothing, if it is killed
     print(f"Step {step} | Training checkpoint saved at {args.snapshot_path}", flush=True)
@@ -113,10 +151,10 @@ def load_snapshot(args, model, optimizer):
     snapshots = [{}]
     if dist.get_rank() == 0 and args.resume and os.path.exists(args.snapshot_path):
         snapshots = [torch.load(args.snapshot_path, map_location="cpu", weights_only=True)]
-        for name, value in snapshots[0].get("kept", {}).items():
-            if value != getattr(args, name):
-                sys.exit(f"error: the snapshot has {name} {value}, not {getattr(args, name)}")
     dist.broadcast_object_list(snapshots)  # all ranks load what rank 0 has read
+    size = snapshots[0].get("train_size", args.train_size)
+    if size != args.train_size:
+        sys.exit(f"error: the snapshot is of {size} training samples, not {args.train_size}")
     if snapshots[0]:
         model.load_state_dict(snapshots[0]["model"])
         optimizer.load_state_dict(snapshots[0]["optimizer"])
@@ -129,7 +167,7 @@ def same_on_all_ranks(args):
     dist.all_gather_object(ranks, vars(args))
     for rank, other in enumerate(ranks):
         for name, value in ranks[0].items():
-            if name not in MAY_DIFFER and other[name] != value:
+            if other[name] != value and name not in ("data_dir", "snapshot_path", "num_workers"):
                 sys.exit(f"error: {name} is {value} on rank 0, and {other[name]} on rank {rank}")
 
 
@@ -142,10 +180,10 @@ def train(args, device):
     torch.set_float32_matmul_precision("high")  # faster on GPUs, in TF32
     set_seed(args.seed)
     train_set, val_set = load_dataset(args.dataset, args.data_dir)  # your data
-    if len(train_set) == 0:
-        sys.exit("error: the training set has no samples")
     args.train_size, args.val_size = len(train_set), len(val_set)
     same_on_all_ranks(args)
+    if args.train_size == 0:
+        sys.exit("error: the training set has no samples")
     sampler = ResumableSampler(train_set, seed=args.seed)  # equal shares: it may repeat samples
     val_shard = Subset(val_set, range(rank, len(val_set), world_size))  # each sample counts once
     options = {"num_workers": args.num_workers, "pin_memory": device.type != "cpu"}
@@ -158,61 +196,27 @@ def train(args, device):
     if args.sync_bn:
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
-
     first_epoch, samples_seen = load_snapshot(args, model, optimizer)
     print(f"[rank {rank} of {world_size}] on {device}, from epoch {first_epoch}", flush=True)
     if args.compile:
         model.compile(dynamic=False)  # in place, so that weights keep their names
     model = DDP(model, gradient_as_bucket_view=True)  # a view saves a copy of the gradients
-    step_size = args.batch_size * args.accumulate  # samples of this rank
-    steps = math.ceil(sampler.num_samples / step_size)  # in an epoch
-    last_save, stop = time.monotonic(), False
     for epoch in range(first_epoch, args.total_epochs):
         start = time.perf_counter()
         set_seed(args.seed, rank, epoch)  # each rank's workers draw their own numbers
         sampler.set_epoch(epoch)  # a new order in each epoch, the same on all ranks
-        sampler.start = done = samples_seen // world_size if epoch == first_epoch else 0
-        line = f"Epoch {epoch} | Batchsize: {args.batch_size} | Steps: {steps}"
-        print(f"[GPU{rank}] {line}", flush=True)
-        loss_sum = torch.zeros((), device=device)
-        step = epoch * steps + done // step_size  # counted over all epochs
-        batches = iter(train_loader)
-        while done < sampler.num_samples and not stop:
-            step += 1
-            set_seed(args.seed, rank, epoch, step)  # a run that is resumed here draws the same
-            lr = learning_rate(step, args.total_epochs * steps, args)
-            for group in optimizer.param_groups:  # your schedule
-                group["lr"] = lr
-            micro_batches = list(itertools.islice(batches, args.accumulate))
-            loss, samples = train_step(model, micro_batches, optimizer, device, args)
-            loss_sum += loss * samples
-            done += samples
-            save = step % args.save_steps == 0
-            if step % args.log_interval == 0:
-                dist.all_reduce(loss)
-                if rank == 0:
-                    line = f"Epoch {epoch} | Step {step} | Loss: {loss.item() / world_size:.4f}"
-                    print(f"{line} | lr: {lr:.4g}", flush=True)
-                late = time.monotonic() - last_save > 60 * args.save_minutes
-                reasons = torch.tensor([late, len(sigterm) > 0], device=device).float()
-                dist.all_reduce(reasons)  # so that all ranks save, or stop, after the same step
-                late, stop = (reasons > 0).tolist()
-                save = save or late or stop
-            if save and done < sampler.num_samples:
-                save_snapshot(args, model.module, optimizer, step, epoch, done * world_size)
-                last_save = time.monotonic()
-        if done < sampler.num_samples:
+        sampler.done = samples_seen // world_size if epoch == first_epoch else 0
+        samples = (sampler.num_samples - sampler.done) * world_size
+        loss_sum = train_epoch(args, model, train_loader, optimizer, device, epoch)
+        if loss_sum is None:
             return "stopped by SIGTERM: continue with --resume"
         dist.all_reduce(loss_sum)
-        train_loss = loss_sum.item() / (len(sampler) * world_size)  # item() waits for the device
-        rate = len(sampler) * world_size / (time.perf_counter() - start)
-        if save or (epoch + 1) % args.save_every == 0 or epoch + 1 == args.total_epochs:
-            save_snapshot(args, model.module, optimizer, step, epoch + 1)
-            last_save = time.monotonic()
+        train_loss = loss_sum.item() / samples  # item() waits for the device
+        rate = samples / (time.perf_counter() - start)
         for buffer in model.buffers():  # BatchNorm's differ after the last step: take rank 0's
             dist.broadcast(buffer, src=0)
         with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):
-            sums = evaluate(model.module, val_loader, device)  # through DDP, uneven shards may hang
+            sums = evaluate(model.module, val_loader, device)  # DDP's forward waits for all ranks
         dist.all_reduce(sums)
         val_loss, correct = sums.tolist()
         if rank == 0:
@@ -258,7 +262,6 @@ def parse_args():
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     devices = [found.type, "cpu"] if found and found.type != "mps" else ["cpu"]  # MPS has no DDP
     add("--device", choices=devices, default=devices[0])
-    add("--local-rank", "--local_rank", help=argparse.SUPPRESS)  # of torch.distributed.launch
     add("--backend", help="by default nccl for CUDA and ROCm, xccl for XPU, gloo for CPUs")
     add("--timeout", type=int, default=600, help="seconds that ranks wait for each other")
     add("--snapshot-path", default="checkpoint.pt", help="the file to save")
@@ -269,9 +272,6 @@ def parse_args():
         parser.error("start it with torchrun --nproc_per_node=gpu recipes/long_run.py")
     if os.environ["RANK"] == "0" and os.path.exists(args.snapshot_path) and not args.resume:
         parser.error(f"{args.snapshot_path} exists: continue with --resume, or delete it")
-    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun has kept its store
-    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and (shared or not args.resume):
-        parser.error("restarts need --resume, and export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
     os.makedirs(os.path.dirname(args.snapshot_path) or ".", exist_ok=True)
     return args
 

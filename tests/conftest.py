@@ -45,6 +45,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         machine.setattr(module, "device_count", lambda: 0)
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    return 2 + (os.cpu_count() or 1)  # because many tests wait
+
+
 @pytest.hookimpl(trylast=True)  # after the fixtures have ended their jobs
 def pytest_sessionfinish() -> None:
     temporary.cleanup()
@@ -151,7 +155,7 @@ def do(parse, capsys):
                     args.nproc_per_node, args.init_method = 1, "env://"
                     module.main(0, args)
                 else:  # without torchrun's @record, which takes over how this process crashes
-                    getattr(module.main, "__wrapped__", module.main)(args)
+                    job.returned = getattr(module.main, "__wrapped__", module.main)(args)
             finally:
                 if dist.is_initialized():
                     destroy()

@@ -1,4 +1,4 @@
-"""recipes/long_run.py: the job of the five scripts, with what it has beyond them.
+"""recipes/long_run.py: what it has beyond the five scripts. Micro-batches: test_same_job.py.
 
 FAULTS=40 .venv/bin/pytest -m slow tests/test_long_run.py     (5 without the variable)
 """
@@ -19,16 +19,14 @@ import torch
 import torch.distributed as dist
 from helpers.files import difference, idx_files, load, patched, same_bytes
 from helpers.hosts import require
-from helpers.jobs import ROOT, TORCHRUN, epochs
-from helpers.ranks import start_server, train
+from helpers.jobs import LONG, ROOT, TORCHRUN, epochs
+from helpers.ranks import train
 from test_faults import SIGNALS, strike
-from test_multinode import Nodes, hosts  # noqa: F401 (hosts is a fixture)
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.utils.data import DataLoader
 
 from common.data import make_digits
 
-SCRIPT = "recipes/long_run.py"
+SCRIPT = f"recipes/{LONG}"
 LAUNCH = TORCHRUN.replace("ddp_torchrun.py", SCRIPT)
 RESTARTS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": 1}
 STEP = re.compile(r"Epoch \d+ \| Step (\d+) \| Loss: (\S+) \| lr: ([\d.e-]+)", re.M)
@@ -37,105 +35,31 @@ MLP = ("--model", "mlp")
 
 
 @pytest.fixture
-def parse(parse, monkeypatch):
-    """parse(*arguments) -> the script as a module, and what it makes of the arguments."""
-    monkeypatch.syspath_prepend(ROOT / "recipes")
-    return lambda *arguments: parse("long_run.py", *arguments)
+def do(do):
+    """do(*arguments) -> what conftest.py's do() finds, and what each step did. Batches are of 8, so
+    an epoch has 5 steps."""
+    all_scripts = do
 
-
-@pytest.fixture
-def do(parse, monkeypatch, capsys):
-    """do(*arguments, data=(40, 10)) -> what it printed and did, in the tests' process as the only
-    rank, with so many digits to train and to validate. Batches are of 8, so an epoch has 5 steps.
-    """
-
-    def do(*arguments: object, data: tuple[int, int] = (40, 10)) -> SimpleNamespace:
-        module, args = parse("--batch-size", 8, *arguments)
-        job = SimpleNamespace(module=module, args=args, rates=[], norms=[], seen=[], types=set())
-        build_model, step = module.build_model, torch.optim.SGD.step
-        monkeypatch.setattr(module, "DataLoader", make_loader)
-
-        def build(*given: object) -> torch.nn.Module:
-            job.model = build_model(*given)
-            job.model.register_forward_hook(look)
-            return job.model
-
-        def look(model: torch.nn.Module, inputs: tuple, output: torch.Tensor) -> None:
-            job.seen.append(len(inputs[0]))
-            job.types.add(output.dtype)
+    def do(*arguments: object) -> SimpleNamespace:
+        rates, norms, step = [], [], torch.optim.SGD.step
 
         def stepping(optimizer: torch.optim.Optimizer, *given: object) -> object:
             (group,) = optimizer.param_groups
-            job.rates.append(group["lr"])
-            job.norms.append(torch.stack([w.grad.norm() for w in group["params"]]).norm().item())
+            rates.append(group["lr"])
+            norms.append(torch.stack([w.grad.norm() for w in group["params"]]).norm().item())
             return step(optimizer, *given)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "load_dataset", lambda *_: tuple(map(make_digits, data, (0, 1))))
-            patch.setattr(module, "build_model", build)
             patch.setattr(torch.optim.SGD, "step", stepping)
-            try:
-                job.stopped = module.main.__wrapped__(args)  # without torchrun's @record
-            finally:
-                job.text = capsys.readouterr().out
-                if dist.is_initialized():
-                    dist.destroy_process_group()
-        job.losses = [float(loss) for _, loss, _ in STEP.findall(job.text)]
+            job = all_scripts(LONG, "--batch-size", 8, *arguments)
+        job.rates, job.norms = rates, norms
         job.steps = [int(step) for step, _, _ in STEP.findall(job.text)]
+        job.losses = [float(loss) for _, loss, _ in STEP.findall(job.text)]
         job.saved = [int(step) for step, _ in SAVED.findall(job.text)]
         return job
 
-    def make_loader(*given: object, **named: object) -> DataLoader:
-        if named["num_workers"]:
-            assert named["multiprocessing_context"] == "spawn" and named["persistent_workers"]
-            start_server()
-            named["multiprocessing_context"] = "forkserver"  # quicker than spawned ones
-        do.workers = named["num_workers"]
-        return DataLoader(*given, **named)
-
-    do.module = parse()[0]
+    do.module, do.all_scripts = all_scripts.module(LONG), all_scripts
     return do
-
-
-# --- the same job ---------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory):
-    """The options of a job of two epochs, and what one process makes of it with batches of 24.
-
-    84 samples make three steps of 24 and one of 12. Of the 3 validation samples, one of four ranks
-    has none.
-    """
-    folder = tmp_path_factory.mktemp("reference")
-    options = (2, "--dataset", "fashion-mnist", "--data-dir", idx_files(folder, 84, 3))
-    text = train(folder, "single_gpu.py", 1, *options, "--batch-size", 24, dtype="float64")
-    return options, scores(text), load(folder / "checkpoint.pt")
-
-
-def scores(text: str) -> list[dict[str, float]]:
-    return [{**line, "rate": 0} for line in epochs(text)]
-
-
-LOSSES = {}  # of each step, whoever takes it
-
-
-@pytest.mark.numbers
-@pytest.mark.parametrize(
-    ("processes", "batch", "accumulate"),
-    # The last step's micro-batches: of 8 and 4 samples, 4 and 2, 2 and 1, 4 alone, 12 alone
-    [(1, 8, 3), (2, 4, 3), (4, 2, 3), (3, 4, 2), (1, 24, 1)],
-)
-def test_the_same_steps(tmp_path, reference, processes, batch, accumulate):
-    """A loss line is the mean over all ranks and micro-batches of the step."""
-    data, expected_lines, expected = reference
-    options = ("--batch-size", batch, "--accumulate", accumulate, "--log-interval", 1)
-    text = train(tmp_path, SCRIPT, processes, *data, *options, dtype="float64")
-    assert text.count("Steps: 4\n") == 2 * processes
-    assert scores(text) == expected_lines
-    assert difference(load(tmp_path / "checkpoint.pt"), expected) < 1e-12
-    assert len(STEP.findall(text)) == 8
-    assert LOSSES.setdefault("", STEP.findall(text)) == STEP.findall(text)
 
 
 def test_gradients_are_sent_once_a_step(do, monkeypatch):
@@ -164,13 +88,10 @@ def test_gradients_are_sent_once_a_step(do, monkeypatch):
 # option, two values (of a switch: without and with it), what is seen of the job, and how it is
 OPTIONS = [
     ("--accumulate", (1, 2), "steps", ([1, 2, 3, 4, 5], [1, 2, 3])),
-    ("--amp", (False, True), "types", ({torch.float32}, {torch.bfloat16})),
-    ("--batch-size", (8, 4), "seen", ([8] * 5 + [8, 2], [4] * 10 + [4, 4, 2])),
     ("--log-interval", (1, 2), "steps", ([1, 2, 3, 4, 5], [2, 4])),
-    ("--num-workers", (0, 1), "workers", (0, 1)),
     ("--save-steps", (1, 3), "saved", ([1, 2, 3, 4, 5], [3, 5])),
     ("--save-minutes", (1, 0), "saved", ([5], [1, 2, 3, 4, 5])),
-    ("--snapshot-path", ("a.pt", "b/c.pt"), "files", (["a.pt"], ["b/c.pt"])),
+    ("--amp", (False, True), "losses", ()),
     ("--seed", (0, 7), "losses", ()),
     ("--lr", (0.0, 0.05), "losses", ()),
     ("--momentum", (0.0, 0.5), "losses", ()),
@@ -181,15 +102,12 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize(("option", "values", "seen", "expected"), OPTIONS)
-def test_an_option_is_in_force(do, tmp_path, option, values, seen, expected):
+def test_an_option_is_in_force(do, option, values, seen, expected):
     found = []
     for value in values:
         words = ([option] if value else []) if isinstance(value, bool) else [option, value]
-        job = do(1, *MLP, "--log-interval", 1, *words)
-        job.workers = do.workers
-        job.files = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.pt")]
-        found.append(getattr(job, seen))
-        (tmp_path / job.files[0]).unlink()
+        found.append(getattr(do(1, *MLP, "--log-interval", 1, *words), seen))
+        Path("checkpoint.pt").unlink()
     assert found[0] != found[1] and (not expected or found == [*expected])
 
 
@@ -208,17 +126,6 @@ def test_options_of_the_model_and_of_the_group(do, monkeypatch):
     join.assert_called_with("gloo", timeout=timedelta(seconds=77))
 
 
-def test_every_option_is_tested_here_or_is_that_of_ddp_torchrun():
-    """To the letter, as is evaluate()."""
-    ours, theirs = ((ROOT / script).read_text() for script in (SCRIPT, "ddp_torchrun.py"))
-    tested = {row[0] for row in OPTIONS} | {"--sync-bn", "--compile", "--timeout"}
-    shared = [*re.findall(r"^    add\(.*\n", theirs, re.M), *theirs.split("\n\n\n")[3:4]]
-    differ = {re.search(r"[\w-]{5,}", part)[0] for part in shared if part not in ours}
-    assert differ == {"--batch-size", "--backend"} and "def evaluate" in shared[-1]
-    names = {*re.findall(r'^    add\("([\w-]+)"', ours, re.M)}
-    assert names - tested - {*re.findall(r'"([\w-]+)"', theirs)} == {"--save-on-sigterm"}
-
-
 @pytest.mark.parametrize(
     ("type", "expected"), [("cuda", "nccl"), ("xpu", "xccl"), ("mps", "gloo"), (None, "gloo")]
 )
@@ -230,12 +137,12 @@ def test_any_accelerator_that_has_a_backend(parse, monkeypatch, type, expected):
     monkeypatch.setattr(accelerator, "set_device_index", told.append)
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
     monkeypatch.setenv("LOCAL_RANK", "3")
-    module, args = parse("--local_rank", 3)
+    module, args = parse(LONG)
     served = type in ("cuda", "xpu")
     assert (args.device, args.backend) == (type if served else "cpu", expected)
     assert str(module.ddp_setup(args)) == (f"{type}:3" if served else "cpu")
     assert told == ([3] if served else [])
-    assert parse("--device", "cpu")[1].backend == "gloo"
+    assert parse(LONG, "--device", "cpu")[1].backend == "gloo"
 
 
 def test_what_is_clipped_is_the_norm_of_the_steps_gradient(do):
@@ -287,7 +194,7 @@ def test_an_epoch_goes_on_in_the_middle_with_the_same_bytes(do, monkeypatch, mod
     def stop(*given: object) -> None:
         save(*given)
         snapshot = load(Path("checkpoint.pt"))
-        found.append((snapshot["epoch"], snapshot["samples_seen"]))
+        found.append((snapshot["epoch"], snapshot["samples_seen"], snapshot.get("train_size")))
         if len(found) < 7:
             raise ZeroDivisionError
 
@@ -296,14 +203,15 @@ def test_an_epoch_goes_on_in_the_middle_with_the_same_bytes(do, monkeypatch, mod
         with pytest.raises(ZeroDivisionError):
             do(*options, "--resume")
     text = do(*options, "--resume").text
-    assert found == [(0, 24), (1, 0), (1, 8), (1, 32), (2, 0), (2, 16), (3, 0)]
+    assert found[::3] == [(0, 24, 40), (1, 32, 40), (3, 0, None)]
+    assert [place[:2] for place in found[1:6]] == [(1, 0), (1, 8), (1, 32), (2, 0), (2, 16)]
     assert epochs(text)[-1]["val_loss"] == epochs(expected.text)[-1]["val_loss"]
     assert same_bytes(load(Path("checkpoint.pt")), load(Path("whole.pt")))
 
 
-STOP = """@@ after its first save in mid-epoch, each rank ends
-                 save_snapshot(args, model.module, optimizer, step, epoch, done * world_size)
-+                os._exit(0)
+STOP = """@@ after its first save, each rank ends
+             save_snapshot(args, model.module, optimizer, step, place)
++            os._exit(0)
 """
 
 
@@ -339,73 +247,41 @@ def test_a_stop_is_at_a_loss_line_also_at_the_end_of_an_epoch(do, monkeypatch, s
     finally:
         signal.signal(signal.SIGTERM, before)
         do.module.sigterm.clear()
-    assert job.stopped == "stopped by SIGTERM: continue with --resume"
+    assert job.returned == "stopped by SIGTERM: continue with --resume"
     snapshot = load(Path("checkpoint.pt"))
     assert stepping.count == at == 5 * snapshot["epoch"] + snapshot["samples_seen"] // 8
 
 
 def test_a_snapshot_of_the_five_scripts_and_one_for_them(do, tmp_path):
-    train(tmp_path, "single_gpu.py", 1, 1, "--batch-size", 8, *MLP, "--data-dir", "-")
-    job = do(2, *MLP, "--resume")
+    do.all_scripts("single_gpu.py", 1, "--batch-size", 8, *MLP)
+    job = do(2, *MLP, "--resume", "--momentum", 0.5)
     assert "from epoch 1\n" in job.text and job.saved == [10]
+    assert load(tmp_path / "checkpoint.pt")["optimizer"]["param_groups"][0]["momentum"] == 0.5
 
 
 # --- what is refused ------------------------------------------------------------------------------
 
 
-def refused(do, *options: object, **more: object) -> str:
+def refused(do, *options: object) -> str:
     """The line that it ends with. The snapshot, if there is one, is as before."""
     path = Path("checkpoint.pt")
     before = path.exists() and path.read_bytes()
     with pytest.raises(SystemExit) as caught:
-        do(*options, **more)
+        do(*options)
     assert before == (path.exists() and path.read_bytes())
     assert caught.value.code.startswith("error: ") and "\n" not in caught.value.code
     return caught.value.code.removeprefix("error: ")
 
 
-def test_a_snapshot_that_was_made_with_other_settings(do):
-    settings = {"dataset": ("mnist", "fashion-mnist"), "momentum": (0.5, 0.25), "seed": (7, 8)}
-    settings |= {"warm_up": (1, 2)}
-    for name, (then, now) in settings.items():
-        options = (1, *MLP, f"--{name}".replace("_", "-"))
-        do(*options, then)
-        line = f"the snapshot has {name} {then}, not {now}"
-        assert refused(do, *options, now, "--resume") == line
-        Path("checkpoint.pt").unlink()
-    do(1, *MLP, "--cosine")
-    assert refused(do, 1, *MLP, "--resume") == "the snapshot has cosine True, not False"
-
-
-def test_a_snapshot_that_exists_is_refused_by_rank_0(parse, monkeypatch, capsys):
-    Path("checkpoint.pt").touch()
-    with pytest.raises(SystemExit):
-        parse()
-    assert "checkpoint.pt exists: continue with --resume, or" in capsys.readouterr().err
-    monkeypatch.setenv("RANK", "1")
-    parse()
-
-
-def test_a_data_set_that_has_shrunk_or_is_empty(do):
+def test_a_data_set_that_has_shrunk_or_is_empty(do, monkeypatch):
     do(1, *MLP)
-    line = "the snapshot has train_size 40, not 39"
-    assert refused(do, 2, *MLP, "--resume", data=(39, 10)) == line
+    path = Path("checkpoint.pt")
+    torch.save({**load(path), "train_size": 41}, path)
+    line = "the snapshot is of 41 training samples, not 40"
+    assert refused(do, 2, *MLP, "--resume") == line
+    monkeypatch.setattr(do.module, "load_dataset", lambda *_: (make_digits(0, 0), [1]))
     line = "the training set has no samples"
-    assert refused(do, 1, *MLP, "--snapshot-path", "other.pt", data=(0, 10)) == line
-
-
-def test_weights_that_are_nan_are_not_saved_in_mid_epoch(do, monkeypatch):
-    step = do.module.train_step
-
-    def spoil(model: torch.nn.Module, *given: object) -> tuple:
-        result = step(model, *given)
-        [*model.parameters()][-1].data[-1] = torch.inf
-        return result
-
-    do(1, *MLP)
-    monkeypatch.setattr(do.module, "train_step", spoil)
-    line = "weights are NaN or infinite, so they are not saved: try a lower --lr"
-    assert refused(do, 2, *MLP, "--resume", "--save-steps", 6) == line
+    assert refused(do, 1, *MLP, "--snapshot-path", "other.pt") == line
 
 
 def test_a_rank_with_another_option_or_data_set(do, monkeypatch):
@@ -422,19 +298,7 @@ def test_a_rank_with_another_option_or_data_set(do, monkeypatch):
     assert line({"train_size": 3}, {}) == "train_size is 3 on rank 0, and 40 on rank 1"
     assert line({}, {"val_size": 3}) == "val_size is 10 on rank 0, and 3 on rank 1"
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
-        line({}, dict.fromkeys(do.module.MAY_DIFFER, "another"))
-
-
-def test_restarts_that_would_hang_or_begin_anew(parse, monkeypatch, capsys):
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    parse()  # no restarts
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    for shared, *options in (("True", "--resume"), ("False",)):
-        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shared)
-        with pytest.raises(SystemExit):
-            parse(*options)
-        assert "error: restarts need --resume, and export TORCH_" in capsys.readouterr().err
-    parse("--resume")
+        line({}, dict.fromkeys(("data_dir", "snapshot_path", "num_workers"), "another"))
 
 
 # --- jobs by their command lines ------------------------------------------------------------------
@@ -482,35 +346,3 @@ def test_the_same_bytes_after_a_random_fault(start, tmp_path, record_property, s
     snapshot = load(folder / "snapshot.pt")
     assert snapshot["epoch"] == 5 and same_bytes(snapshot, load(tmp_path / "whole.pt"))
     assert [path.name for path in folder.iterdir()] == ["snapshot.pt"]
-
-
-MEET = "torchrun --nnodes=2 --node_rank={} --master_addr={} " + SCRIPT
-
-
-@pytest.mark.slow("nodes in network namespaces")
-def test_two_machines_without_a_shared_disk(hosts, reference):  # noqa: F811
-    """Machine 1 alone is told to stop. Only machine 0 has the snapshot; other options end both."""
-    data, _, expected = reference
-    nodes = hosts(2)
-
-    def both(*options: object, second: tuple = (), status: int = 0, **env: object) -> list[str]:
-        jobs = []
-        for host, more in enumerate([(), second]):
-            launch = MEET.format(host, nodes.address(0))
-            words = (*data, "--batch-size", 4, "--accumulate", 3, *options, *more)
-            jobs.append(nodes.start(host, launch, *words, LADDER_DTYPE="float64", **env))
-        if env:
-            jobs[0].wait_for(r"Step 5 \|")
-            os.kill(jobs[1].process.pid, signal.SIGTERM)
-        return [job.finish(None if env else status) for job in jobs]
-
-    texts = both("--log-interval", 1, "--save-on-sigterm", LADDER_SLOW="0:1")
-    assert all("stopped by SIGTERM" in text for text in texts)
-    assert load(nodes.folder / "host0" / "checkpoint.pt")["samples_seen"] > 0
-    assert not (nodes.folder / "host1" / "checkpoint.pt").exists()
-    texts = both("--resume", second=("--lr", 0.5), status=1)
-    assert all("error: lr is 0.01 on rank 0, and 0.5 on rank 1\n" in text for text in texts)
-    texts = both(second=("--resume",), status=1)
-    assert "error: checkpoint.pt exists: continue" in texts[0] and "Epoch" not in texts[1]
-    assert "from epoch 1\n" in both("--resume")[1]
-    assert difference(load(nodes.folder / "host0" / "checkpoint.pt"), expected) < 1e-12

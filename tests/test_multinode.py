@@ -1,7 +1,9 @@
 """Several machines do one job, joined by hand or by torchrun, each with a disk of its own."""
 
 import contextlib
+import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ pytestmark = pytest.mark.slow("machines in network namespaces")
 
 DOUBLE = {"LADDER_DTYPE": "float64"}
 TORCHRUN = "torchrun --nnodes=2 --node_rank={} --nproc_per_node=2 --master_addr={} ddp_torchrun.py"
+LONG = "torchrun --nnodes=2 --node_rank={} --master_addr={} recipes/long_run.py"
 
 
 class Nodes(Hosts):
@@ -99,3 +102,31 @@ def test_a_peer_that_dies_and_a_resume_on_one_host_only(hosts, tmp_path, job):
     assert scores(jobs[0].finish()) == job[1][1:]
     assert "[rank 1 of 2] on cpu, from epoch 1\n" in jobs[1].finish()
     assert difference(load(tmp_path / "host0" / "checkpoint.pt"), job[2]) < 1e-12
+
+
+def test_long_run_on_two_machines_without_a_shared_disk(hosts, job):
+    """Machine 1 alone is told to stop. Only machine 0 has the snapshot; other options end both."""
+    data, _, expected = job
+    nodes = hosts(2)
+
+    def both(*options: object, second: tuple = (), status: int = 0, **env: object) -> list[str]:
+        jobs = []
+        for host, more in enumerate([(), second]):
+            launch = LONG.format(host, nodes.address(0))
+            words = (*data, "--batch-size", 4, "--accumulate", 3, *options, *more)
+            jobs.append(nodes.start(host, launch, *words, LADDER_DTYPE="float64", **env))
+        if env:
+            jobs[0].wait_for(r"Step 5 \|")
+            os.kill(jobs[1].process.pid, signal.SIGTERM)
+        return [job.finish(None if env else status) for job in jobs]
+
+    texts = both("--log-interval", 1, "--save-on-sigterm", LADDER_SLOW="0:1")
+    assert all("stopped by SIGTERM" in text for text in texts)
+    assert load(nodes.folder / "host0" / "checkpoint.pt")["samples_seen"] > 0
+    assert not (nodes.folder / "host1" / "checkpoint.pt").exists()
+    texts = both("--resume", second=("--lr", 0.5), status=1)
+    assert all("error: lr is 0.01 on rank 0, and 0.5 on rank 1\n" in text for text in texts)
+    texts = both(second=("--resume",), status=1)
+    assert "error: checkpoint.pt exists: continue" in texts[0] and "Epoch" not in texts[1]
+    assert "from epoch 1\n" in both("--resume")[1]
+    assert difference(load(nodes.folder / "host0" / "checkpoint.pt"), expected) < 1e-12

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from helpers.jobs import ROOT, SCRIPTS, epochs, every_ddp_script, every_script
+from helpers.jobs import LONG, ROOT, SCRIPTS, epochs, every_ddp_script, every_script
 
 from common.data import make_digits
 
@@ -128,9 +128,11 @@ def test_spawn_starts_a_process_for_each_gpu_or_two_on_a_cpu(parse, four_gpus, m
     assert os.environ == {"OMP_NUM_THREADS": "1"}  # because they share the cores
 
 
-@every_script
-def test_memory_is_pinned_for_a_gpu(parse, four_gpus, monkeypatch, script):
-    module, args = parse(script)
+@pytest.mark.parametrize("script", (*SCRIPTS, LONG))
+def test_memory_is_pinned_for_a_gpu_and_workers_persist(parse, four_gpus, monkeypatch, script):
+    """Those of long_run.py are spawned."""
+    module, args = parse(script, "--num-workers", 1)
+    monkeypatch.setattr(dist, "all_gather_object", lambda ranks, own: ranks.__setitem__(0, own))
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(module, "load_dataset", lambda *_: ([1], [1]))
@@ -142,4 +144,8 @@ def test_memory_is_pinned_for_a_gpu(parse, four_gpus, monkeypatch, script):
             module.main(args)
         else:
             module.train(args, torch.device("cuda", 0))
-    assert [call.kwargs["pin_memory"] for call in loader.call_args_list] == [True, True]
+    expected = {"num_workers": 1, "pin_memory": True, "persistent_workers": True}
+    expected |= {"multiprocessing_context": "spawn"} if script == LONG else {}
+    for call in loader.call_args_list:
+        assert expected.items() <= call.kwargs.items()
+    assert loader.call_count == 2

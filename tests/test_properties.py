@@ -1,6 +1,6 @@
 """What costs time and shows in no loss: how often the ranks communicate, and when."""
 
-import itertools
+import re
 import runpy
 from collections import Counter
 from collections.abc import Callable
@@ -8,22 +8,22 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.jobs import ROOT, SCRIPTS
+from helpers.jobs import LONG, ROOT, SCRIPTS
 from torch import nn
+from torch._dynamo.backends import distributed
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.profiler import ProfilerActivity, profile
-
-from common.data import make_digits
+from torch.utils._python_dispatch import TorchDispatchMode
 
 LOOP = "docs/your_loop.py"
-PROGRAMS = [*SCRIPTS[2:], "long_run.py", LOOP]
-numbers = itertools.count()
-ARGUMENTS = ("--batch-size", 8, "--model", "mlp")  # of 40 samples: five steps
+PROGRAMS = [*SCRIPTS[2:], LONG, LOOP]
 
 
 @pytest.fixture
-def train(parse, monkeypatch, tmp_path):
-    """train(program, epochs, *arguments): all of it, in this process, which is its only rank."""
+def train(do, parse, tmp_path):
+    """train(program, epochs, *arguments): all of it, in this process, which is its only rank. An
+    epoch has five steps."""
 
     def train(program: str, epochs: int, *arguments: object) -> None:
         if program == LOOP:
@@ -32,13 +32,8 @@ def train(parse, monkeypatch, tmp_path):
             (tmp_path / "loop.py").write_text(text.replace("make_data(1000", "make_data(320"))
             runpy.run_path(str(tmp_path / "loop.py"), run_name="__main__")
         else:
-            quiet = ("--log-interval", 100) if program == "long_run.py" else ()
-            module, args = parse(program, epochs, 100, *ARGUMENTS, *quiet, *arguments)
-            data = make_digits(40, 0), make_digits(10, 1)
-            monkeypatch.setattr(module, "load_dataset", lambda *_: data)
-            args.nproc_per_node, args.init_method = 1, f"file://{tmp_path}/store{next(numbers)}"
-            rank = (0,) if program == "ddp_spawn.py" else ()
-            getattr(module.main, "__wrapped__", module.main)(*rank, args)
+            quiet = ("--log-interval", 100) if program == LONG else ()
+            do(program, epochs, 100, "--model", "mlp", "--batch-size", 8, *quiet, *arguments)
         for file in tmp_path.glob("*.pt"):
             file.unlink()
 
@@ -115,10 +110,79 @@ def test_an_epoch_has_these_collectives_and_no_other(train, wrapped, monkeypatch
 
 
 def test_a_micro_batch_sends_nothing_but_the_last_one_of_a_step(train, wrapped):
-    wrapped(lambda model: models.append(model))
     models = []
+    wrapped(models.append)
     five, one = (
-        collectives(train, "long_run.py", 1, "--accumulate", count)["allreduce"] for count in (1, 5)
+        collectives(train, LONG, 1, "--accumulate", count)["allreduce"] for count in (1, 5)
     )
     buckets = len(models[0]._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(","))
     assert five - one == 4 * buckets
+
+
+@pytest.mark.parametrize("program", [*SCRIPTS, LONG, LOOP])
+def test_the_host_never_waits_for_the_device_between_two_steps(train, monkeypatch, program):
+    """Neither for item() nor for an if on a tensor, of which both copy a number to the host."""
+    seen, step = [], torch.optim.SGD.step
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, called, types, args=(), kwargs=None):
+            seen.append("wait" if called is torch.ops.aten._local_scalar_dense.default else "")
+            return called(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(torch.optim.SGD, "step", lambda *given: step(*given) or seen.append("step"))
+    with Watch():
+        train(program, 2)
+    assert re.fullmatch("(wait)*(step){5}(wait)+(step){5}(wait)+", "".join(seen)), seen
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "expected"),
+    [
+        *((name, (), {True}) for name in PROGRAMS[:-1]),
+        (LOOP, (), {False}),
+        (LONG, ("--accumulate", 5), {False, True}),  # before the last micro-batch, and after it
+    ],
+)
+def test_gradients_lie_in_the_buckets(train, wrapped, monkeypatch, program, arguments, expected):
+    """With a bucket view, but not those that accumulate."""
+    buckets, found, step = set(), [], torch.optim.SGD.step
+
+    def send(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        buckets.add(bucket.buffer().untyped_storage().data_ptr())
+        return allreduce_hook(None, bucket)
+
+    def look(weights: list[nn.Parameter]) -> None:
+        own = {w.grad.untyped_storage().data_ptr() for w in weights if w.grad is not None}
+        found.extend([own <= buckets] if own else [])
+
+    def watch(model: DDP) -> None:
+        model.register_comm_hook(None, send)
+        model.register_forward_pre_hook(lambda model, _: look([*model.parameters()]))
+
+    def stepping(optimizer: torch.optim.Optimizer, *given: object) -> object:
+        look(optimizer.param_groups[0]["params"])
+        return step(optimizer, *given)
+
+    wrapped(watch)
+    monkeypatch.setattr(torch.optim.SGD, "step", stepping)
+    train(program, 2, *arguments)
+    assert {*found} == expected
+
+
+@pytest.mark.slow("compiles")
+def test_a_compiled_graph_is_split_where_buckets_end(train, wrapped, monkeypatch):
+    """With one part, no gradient would be sent before the backward pass has ended."""
+    parts, split = [], distributed.DDPOptimizer.compile_fn
+    compile = nn.Module.compile
+    eager = lambda self, **options: compile(self, backend="aot_eager", **options)  # noqa: E731
+    monkeypatch.setattr(nn.Module, "compile", eager)
+
+    def look(self: object, graph: torch.fx.GraphModule, inputs: list) -> object:
+        result = split(self, graph, inputs)
+        parts.append(len(self.buckets))
+        return result
+
+    monkeypatch.setattr(distributed.DDPOptimizer, "compile_fn", look)
+    wrapped(lambda model: None)
+    train(LONG, 1, "--compile")
+    assert parts and min(parts) > 1

@@ -4,14 +4,17 @@ In double precision, where rounding cannot hide a mistake: a wrong shard or a mi
 shows at 1e-3, rounding at 1e-15.
 """
 
+import re
+
 import pytest
 from helpers.files import difference, idx_files, load
-from helpers.jobs import SCRIPTS, epochs
+from helpers.jobs import LONG, SCRIPTS, epochs
 from helpers.ranks import train
 
 pytestmark = pytest.mark.numbers
 
 SINGLE, PARALLEL, SPAWN, TORCHRUN, NODES = SCRIPTS
+LOSSES = []  # of each step of long_run.py, whoever takes it
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +42,22 @@ def test_the_same_steps(tmp_path, reference, script, processes):
     assert text.count("Steps: 4\n") == 2 * processes
     assert [{**line, "rate": 0} for line in epochs(text)] == expected_lines
     assert difference(load(tmp_path / "checkpoint.pt"), expected) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("processes", "batch", "accumulate"),
+    # The last step's micro-batches: of 8 and 4 samples, 4 and 2, 2 and 1, 4 alone, 12 alone
+    [(1, 8, 3), (2, 4, 3), (4, 2, 3), (3, 4, 2), (1, 24, 1)],
+)
+def test_micro_batches_make_the_same_steps(tmp_path, reference, processes, batch, accumulate):
+    """A loss line is the mean over all ranks and micro-batches of the step."""
+    data, expected_lines, expected = reference
+    options = ("--batch-size", batch, "--accumulate", accumulate, "--log-interval", 1)
+    text = train(tmp_path, f"recipes/{LONG}", processes, *data, *options, dtype="float64")
+    assert [{**line, "rate": 0} for line in epochs(text)] == expected_lines
+    assert difference(load(tmp_path / "checkpoint.pt"), expected) < 1e-12
+    LOSSES.append(re.findall(r"^Epoch . \| Step . \| Loss: (\S+) ", text, re.M))
+    assert len(LOSSES[0]) == 8 and LOSSES[-1] == LOSSES[0]
 
 
 def test_no_sample_is_lost_where_the_processes_do_not_divide_the_data(tmp_path, fashion):

@@ -35,12 +35,6 @@ def test_batches_are_copied_without_waiting_and_multiplied_in_tf32(do, monkeypat
 
 
 @every_script
-def test_workers_persist(do, script):
-    loader = do(script, 1, *MLP, "--num-workers", 1).passes[0][1]
-    assert loader.num_workers == 1 and loader.persistent_workers
-
-
-@every_script
 def test_each_epoch_has_its_order_and_its_random_numbers(do, monkeypatch, script):
     """The order is the same in all scripts. The weights and a split of the data are seeded, too."""
     module, seeds, orders = do.module(script), [], []
@@ -124,8 +118,8 @@ def test_ddp_is_freed_before_its_group_ends(do, monkeypatch, script):
         ended.append(held[0]() is None)
         destroy()
 
-    def look(model: nn.Module) -> nn.Module:
-        model = wrap(model)
+    def look(model: nn.Module, **named: object) -> nn.Module:
+        model = wrap(model, **named)
         held.append(weakref.ref(model))
         return model
 

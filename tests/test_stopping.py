@@ -40,10 +40,11 @@ def end(job: Job, how: str) -> tuple[int, str]:
     ("launch", "how"),
     [
         (SPAWN2, "Ctrl-C"),
-        ((*SPAWN2, *WORKERS), "SIGTERM"),
+        (SPAWN2, "SIGTERM"),
         (SPAWN2, "SIGKILL of the parent"),
         (SPAWN2, "SIGKILL of a parent with an ampersand"),
         (TWO, "SIGTERM"),
+        pytest.param((*SPAWN2, *WORKERS), "SIGTERM", marks=SLOW),
         pytest.param((*SPAWN2, *WORKERS), "SIGKILL of rank 1", marks=SLOW),
         pytest.param((*TWO, *WORKERS), "SIGKILL of rank 1", marks=SLOW),
     ],

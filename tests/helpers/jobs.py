@@ -17,8 +17,9 @@ SITE = ROOT / "tests" / "site"
 SCRIPTS = ("single_gpu.py", "data_parallel.py", "ddp_spawn.py", "ddp_torchrun.py", "multinode.py")
 every_script = pytest.mark.parametrize("script", SCRIPTS)
 every_ddp_script = pytest.mark.parametrize("script", SCRIPTS[2:])
-# For what test_sameness.py finds to be the same, to the letter, in all of them.
-every_form = pytest.mark.parametrize("script", (SCRIPTS[0], SCRIPTS[2]))
+LONG = "long_run.py"  # in recipes/
+# For what test_sameness.py finds to be the same, to the letter, in all five.
+every_form = pytest.mark.parametrize("script", (SCRIPTS[0], SCRIPTS[2], LONG))
 
 # Standalone: its own port, also where torchrun's default is a fixed one (before torch 2.12).
 TORCHRUN = "torchrun --standalone --nproc_per_node={} ddp_torchrun.py"

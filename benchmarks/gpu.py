@@ -1,9 +1,9 @@
 """For whoever has a machine with GPUs: one command, and one report to paste into an issue.
 
-    python tools/gpu.py > report.md         all parts, about a quarter of an hour
-    python tools/gpu.py --part 2 3          these; --help lists them
-    python tools/gpu.py --before DIR        also an older version of the scripts: a clone of it
-    python tools/gpu.py --rehearse          does it work? With tiny networks, also on a CPU
+    python benchmarks/gpu.py > report.md         all parts, about a quarter of an hour
+    python benchmarks/gpu.py --part 2 3          these; --help lists them
+    python benchmarks/gpu.py --before DIR        also an older version of the scripts: a clone of it
+    python benchmarks/gpu.py --rehearse          does it work? With tiny networks, also on a CPU
 
 The report goes to stdout. What happens meanwhile goes to stderr. The status is 1 where something
 failed. It needs Linux and `pip install '.[bench,test]'`, and downloads nothing.
@@ -27,7 +27,7 @@ from xml.etree import ElementTree
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import pytest  # noqa: E402
 import run as harness  # noqa: E402
@@ -47,7 +47,7 @@ def main() -> None:
     args = parser.parse_args()
     found = torch.accelerator.current_accelerator(check_available=True)
     if not found and not args.rehearse:
-        sys.exit(f"error: tools/gpu.py needs a GPU, and torch finds none here: {no_gpu()}")
+        sys.exit(f"error: benchmarks/gpu.py needs a GPU, and torch finds none here: {no_gpu()}")
     args.device = found.type if found else "cpu"
     args.count = torch.accelerator.device_count() if found else 2  # processes on a CPU
     os.environ["REHEARSE"] = "1" if args.rehearse else ""  # for the tests and networks.py
@@ -93,8 +93,8 @@ def machine(args: argparse.Namespace) -> list[str]:
         rows["Peer-to-peer"] = f"{sum(pairs)} of {len(pairs)} pairs of GPUs"
     if args.before:
         rows["Before"] = f"commit {harness.commit(args.before)}"
-    rows["Command"] = f"python tools/gpu.py {' '.join(sys.argv[1:])}"
-    lines = ["## Report of tools/gpu.py", "", "| | |", "| --- | --- |"]
+    rows["Command"] = f"python benchmarks/gpu.py {' '.join(sys.argv[1:])}"
+    lines = ["## Report of benchmarks/gpu.py", "", "| | |", "| --- | --- |"]
     lines += [f"| {name} | {value} |" for name, value in rows.items()]
     if shutil.which("nvidia-smi"):  # NV18: 18 links of NVLink; PHB, NODE, SYS: through the host
         topology = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True)

@@ -1,7 +1,7 @@
 """How long a step takes in the scripts, with and without what they do for speed, beside the
 tutorial's loop and the upper bound. All train in one process, an epoch each in turn.
 
-    torchrun --nproc_per_node=4 tools/in_turn.py      long_run.py on all devices, both networks
+    torchrun --nproc_per_node=4 benchmarks/in_turn.py      long_run.py on all devices, both networks
 
 gpu.py makes a report of it. A program takes long to start, and a device is slower at times, which
 hits all alike if they take turns.
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
