@@ -45,10 +45,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         machine.setattr(module, "device_count", lambda: 0)
 
 
-def pytest_xdist_auto_num_workers() -> int:
-    return 2 + (os.cpu_count() or 1)  # because many tests wait
-
-
 @pytest.hookimpl(trylast=True)  # after the fixtures have ended their jobs
 def pytest_sessionfinish() -> None:
     temporary.cleanup()

@@ -439,6 +439,7 @@ SENDS = """@@
 +    hook = lambda group, bucket: sent.append(1) or allreduce_hook(group, bucket)
 +    model.register_comm_hook(None, hook)
 """
+ALIVE = see(REDUCED, "len(torch.multiprocessing.active_children())")
 SCORES = "correct.fill_((2, 6, 4, 6, 4, 4)[epoch] // world_size).item()"  # the second is best
 UNTIL = "@@\n-    for epoch in range(first_epoch, 5):\n+    for epoch in range(first_epoch, {}):\n"
 
@@ -448,7 +449,7 @@ UNTIL = "@@\n-    for epoch in range(first_epoch, 5):\n+    for epoch in range(f
     [
         ("loop_bf16", "", []),
         ("loop_accumulate", SENDS + see(REDUCED, "len(sent)"), [16, 32, 48]),  # steps
-        ("loop_workers", see(REDUCED, "len(torch.multiprocessing.active_children())"), [8, 8, 8]),
+        pytest.param("loop_workers", ALIVE, [8, 8, 8], marks=pytest.mark.slow("starts workers")),
         ("loop_schedule", see(REDUCED, 'optimizer.param_groups[0]["lr"]'), [0.0345, 0.0095, 0]),
         ("loop_best", see(REDUCED, SCORES), [2, 3, 2]),  # and the sixth does not begin
     ],

@@ -17,7 +17,7 @@ from helpers.jobs import SPAWN2, TORCHRUN, Job
 
 TWO = (TORCHRUN.format(2),)
 WORKERS = ("--num-workers", 1)
-SLOW = pytest.mark.slow("the same, with more processes")
+SLOW = pytest.mark.slow("as slow as the others, and less usual")
 
 
 def end(job: Job, how: str) -> tuple[int, str]:
@@ -40,10 +40,9 @@ def end(job: Job, how: str) -> tuple[int, str]:
     ("launch", "how"),
     [
         (SPAWN2, "Ctrl-C"),
-        (SPAWN2, "SIGTERM"),
         (SPAWN2, "SIGKILL of the parent"),
-        (SPAWN2, "SIGKILL of a parent with an ampersand"),
         (TWO, "SIGTERM"),
+        pytest.param(SPAWN2, "SIGKILL of a parent with an ampersand", marks=SLOW),
         pytest.param((*SPAWN2, *WORKERS), "SIGTERM", marks=SLOW),
         pytest.param((*SPAWN2, *WORKERS), "SIGKILL of rank 1", marks=SLOW),
         pytest.param((*TWO, *WORKERS), "SIGKILL of rank 1", marks=SLOW),
@@ -64,6 +63,7 @@ def test_a_job_ends_at_once_and_keeps_its_last_snapshot(start, tmp_path, fashion
     assert load(tmp_path / "checkpoint.pt")["epoch"] - text.count("checkpoint saved") in (0, 1)
 
 
+@SLOW
 def test_a_stop_while_another_rank_hangs(start, fashion):
     """The others wait for it in an all-reduce, for torch's half an hour."""
     job = start(*SPAWN2, 999, *fashion(200, 10))
@@ -74,7 +74,7 @@ def test_a_stop_while_another_rank_hangs(start, fashion):
     job.finish(-2, seconds=25)
 
 
-@pytest.mark.parametrize("launch", [SPAWN2, TWO])
+@pytest.mark.parametrize("launch", [pytest.param(SPAWN2, marks=SLOW), TWO])
 def test_an_exception_of_any_rank_ends_all_with_its_traceback(run, fashion, launch):
     text = run(*launch, 9, *fashion(100, 10), status=1, LADDER_RAISE="1:5")
     report = text.split("Root Cause (first observed failure):" if launch is TWO else "-- Process 1")
