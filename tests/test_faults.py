@@ -1,6 +1,6 @@
 """After a random fault in a job, --resume ends with the bytes of a run that nothing disturbed.
 
-FAULTS=40 .venv/bin/pytest -m slow tests/test_faults.py     (5 without the variable)
+FAULTS=40 .venv/bin/pytest -m slow tests/test_faults.py     (9 without the variable)
 """
 
 import contextlib
@@ -12,24 +12,25 @@ from pathlib import Path
 
 import pytest
 from helpers.files import idx_files, load, same_bytes
-from helpers.jobs import SCRIPTS, SPAWN2, TORCHRUN, Job, command
+from helpers.jobs import LONG, SCRIPTS, SPAWN2, TORCHRUN, Job, command
 from helpers.ranks import train
 
 SPAWN, ELASTIC, NODES = SCRIPTS[2:]
 SIGNALS = ("SIGKILL", "SIGTERM", "SIGINT")
-TARGETS = {SPAWN: ("all", "parent", "rank"), ELASTIC: ("all", "parent", "rank")}
+TARGETS = dict.fromkeys((SPAWN, ELASTIC, LONG), ("all", "parent", "rank"))
 TARGETS[NODES] = ("all", "rank")
+RESTARTED = TORCHRUN.format("2 --max-restarts=3").replace("ddp_torchrun.py", f"recipes/{LONG}")
+LAUNCHES = {SPAWN: SPAWN2, ELASTIC: (TORCHRUN.format(2),), LONG: (RESTARTED, "--resume")}
 # Two processes by hand, of which the shell waits for both.
 BY_HAND = '"$@" --rank 1 & "$@" --rank 0; wait'
 
 
 def started(script: str, folder: Path, options: tuple) -> Job:
-    launch = {SPAWN: SPAWN2, ELASTIC: (TORCHRUN.format(2),)}.get(script, (script,))
-    words = command(*launch, *options)
+    words = command(*LAUNCHES.get(script, (script,)), *options)
     if script == NODES:
         words += ["--init-method", f"file://{folder}/store", "--world-size", "2"]
         words = ["sh", "-c", BY_HAND, "sh", *words]
-    return Job(words, folder, {})
+    return Job(words, folder, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
 
 
 def strike(job: Job, what: str, whom: str, draw: random.Random) -> None:
@@ -40,21 +41,26 @@ def strike(job: Job, what: str, whom: str, draw: random.Random) -> None:
             os.kill(pid, signal.Signals[what])
 
 
-@pytest.mark.slow("five jobs by their real command lines, and as many resumed ones")
-@pytest.mark.parametrize("seed", range(5, 5 + int(os.environ.get("FAULTS", 5))))
+@pytest.mark.slow("jobs by their real command lines, and as many resumed ones")
+@pytest.mark.parametrize("seed", range(5, 5 + int(os.environ.get("FAULTS", 9))))
 def test_the_same_bytes_after_a_random_fault(tmp_path, record_property, seed):
-    draw, script = random.Random(seed), SCRIPTS[seed % len(SCRIPTS)]
-    processes = 2 if script in TARGETS else 1
+    """That of long_run.py is nearly always in mid-epoch, and torchrun restarts its ranks."""
+    draw, script = random.Random(seed), (*SCRIPTS, LONG)[seed % 6]
+    processes, path = 2 if script in TARGETS else 1, script
     what, whom = draw.choice(SIGNALS), draw.choice(TARGETS.get(script, ("all",)))
     epoch, seconds = draw.randrange(-1, 4), draw.uniform(0, 1)
-    if (what, whom) == ("SIGKILL", "parent") and (script == ELASTIC or epoch < 0):
+    if (what, whom) == ("SIGKILL", "parent") and (script != SPAWN or epoch < 0):
         whom = "all"  # torchrun leaves its ranks then, and mp.spawn those that import torch
     if whom == "rank" and epoch < 0:
         whom = "all"  # the other would wait for a rank that mp.spawn or nobody misses
     fault = f"{script}: {what} {whom}, {seconds:.2f} s after epoch {epoch}"
     options = (5, "--dataset", "fashion-mnist", "--data-dir", idx_files(tmp_path, 1200, 10))
-    options += ("--model", "convnet", "--batch-size", 8, "--snapshot-path")
-    train(tmp_path, script, processes, *options, tmp_path / "whole.pt")
+    options += ("--model", "convnet", "--batch-size", 8)
+    if script == LONG:
+        path = f"recipes/{LONG}"
+        options += ("--save-steps", 7, *(["--save-on-sigterm"] if draw.random() < 0.5 else []))
+    options += ("--snapshot-path",)
+    train(tmp_path, path, processes, *options, tmp_path / "whole.pt")
     options += ("saved/snapshot.pt",)
     job = started(script, tmp_path, options)
     try:
@@ -66,7 +72,7 @@ def test_the_same_bytes_after_a_random_fault(tmp_path, record_property, seed):
     finally:
         job.kill()
     record_property(fault, job.process.returncode)
-    train(tmp_path, script, processes, *options, "--resume")
+    train(tmp_path, path, processes, *options, "--resume")
     snapshot = load(tmp_path / "saved" / "snapshot.pt")
     assert snapshot["epoch"] == 5 and same_bytes(snapshot, load(tmp_path / "whole.pt"))
     assert [path.name for path in (tmp_path / "saved").iterdir()] == ["snapshot.pt"]

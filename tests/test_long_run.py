@@ -1,14 +1,9 @@
-"""recipes/long_run.py: what it has beyond the five scripts. Micro-batches: test_same_job.py.
-
-FAULTS=40 .venv/bin/pytest -m slow tests/test_long_run.py     (5 without the variable)
-"""
+"""recipes/long_run.py: what it has beyond the five. Micro-batches: test_same_job.py."""
 
 import os
-import random
 import re
 import shutil
 import signal
-import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,18 +12,15 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.files import difference, idx_files, load, patched, same_bytes
+from helpers.files import difference, load, patched, same_bytes
 from helpers.hosts import require
 from helpers.jobs import LONG, ROOT, TORCHRUN, epochs
 from helpers.ranks import train
-from test_faults import SIGNALS, strike
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from common.data import make_digits
 
 SCRIPT = f"recipes/{LONG}"
 LAUNCH = TORCHRUN.replace("ddp_torchrun.py", SCRIPT)
-RESTARTS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": 1}
 STEP = re.compile(r"Epoch \d+ \| Step (\d+) \| Loss: (\S+) \| lr: ([\d.e-]+)", re.M)
 SAVED = re.compile(r"^Step (\d+) \| Training checkpoint saved at (\S+)$", re.M)
 MLP = ("--model", "mlp")
@@ -61,29 +53,6 @@ def do(do):
     do.module, do.all_scripts = all_scripts.module(LONG), all_scripts
     return do
 
-
-def test_gradients_are_sent_once_a_step(do, monkeypatch):
-    """Also after micro-batches of 4, 4 and 4 samples, and of 4 at the end."""
-    sent, steps, step = [], [], torch.optim.SGD.step
-
-    def wrap(model: torch.nn.Module, **named: object) -> torch.nn.Module:
-        model = torch.nn.parallel.DistributedDataParallel(model, **named)
-        hook = lambda _, bucket: sent.append(bucket.index()) or allreduce_hook(None, bucket)  # noqa: E731
-        model.register_comm_hook(None, hook)
-        return model
-
-    def stepping(optimizer: torch.optim.Optimizer, *given: object) -> object:
-        steps.append(sorted(sent))
-        sent.clear()
-        return step(optimizer, *given)
-
-    monkeypatch.setattr(do.module, "DDP", wrap)
-    monkeypatch.setattr(torch.optim.SGD, "step", stepping)
-    do(1, *MLP, "--batch-size", 4, "--accumulate", 3)
-    assert len(steps) == 4 and all(step == [*range(len(step))] != [] for step in steps), steps
-
-
-# --- options --------------------------------------------------------------------------------------
 
 # option, two values (of a switch: without and with it), what is seen of the job, and how it is
 OPTIONS = [
@@ -175,9 +144,6 @@ def test_compile_gives_the_same_losses_and_names(run, tmp_path, fashion):
     assert difference(load(tmp_path / "checkpoint.pt"), load(tmp_path / "eager.pt")) < 1e-10
 
 
-# --- snapshots ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("model", ["mlp", "convnet"])
 def test_an_epoch_goes_on_in_the_middle_with_the_same_bytes(do, monkeypatch, model):
     """Each snapshot is the last thing that a process does. The convnet has dropout.
@@ -259,9 +225,6 @@ def test_a_snapshot_of_the_five_scripts_and_one_for_them(do, tmp_path):
     assert load(tmp_path / "checkpoint.pt")["optimizer"]["param_groups"][0]["momentum"] == 0.5
 
 
-# --- what is refused ------------------------------------------------------------------------------
-
-
 def refused(do, *options: object) -> str:
     """The line that it ends with. The snapshot, if there is one, is as before."""
     path = Path("checkpoint.pt")
@@ -301,9 +264,6 @@ def test_a_rank_with_another_option_or_data_set(do, monkeypatch):
         line({}, dict.fromkeys(("data_dir", "snapshot_path", "num_workers"), "another"))
 
 
-# --- jobs by their command lines ------------------------------------------------------------------
-
-
 @pytest.mark.slow("a real torchrun")
 def test_a_stop_by_sigterm_saves_and_goes_on_with_the_same_bytes(start, tmp_path, fashion):
     """With workers, which torchrun sends a SIGTERM, too."""
@@ -321,28 +281,3 @@ def test_a_stop_by_sigterm_saves_and_goes_on_with_the_same_bytes(start, tmp_path
     assert stopped["samples_seen"] == 16 * int(step) and not same_bytes(stopped, whole)
     train(tmp_path, SCRIPT, 2, *options, "--resume")
     assert same_bytes(load(tmp_path / "checkpoint.pt"), whole)
-
-
-@pytest.mark.slow("five jobs by their real command lines, and as many resumed ones")
-@pytest.mark.parametrize("seed", range(81, 81 + int(os.environ.get("FAULTS", 5))))
-def test_the_same_bytes_after_a_random_fault(start, tmp_path, record_property, seed):
-    """In mid-epoch nearly always. torchrun restarts the job where a rank alone has failed."""
-    draw = random.Random(seed)
-    what, whom = draw.choice(SIGNALS), draw.choice(("all", "parent", "rank"))
-    folder, seconds = tmp_path / "saved", draw.uniform(0, 4)
-    if (what, whom) == ("SIGKILL", "parent"):  # which leaves its ranks
-        whom = "all"
-    options = (5, "--dataset", "fashion-mnist", "--data-dir", idx_files(tmp_path, 1200, 10))
-    options += ("--model", "convnet", "--batch-size", 8, "--save-steps", 7, "--snapshot-path")
-    train(tmp_path, SCRIPT, 2, *options, tmp_path / "whole.pt")
-    options += (folder / "snapshot.pt", "--resume", *(["--save-on-sigterm"] if seed % 2 else []))
-    job = start(LAUNCH.format("2 --max-restarts=3"), *options, LADDER_SLOW="0:0.01", **RESTARTS)
-    job.wait_for("from epoch 0")
-    time.sleep(seconds)
-    strike(job, what, whom, draw)
-    text = job.finish(0 if whom == "rank" and what != "SIGTERM" else None)  # and nobody is left
-    record_property(f"{what} {whom}, {seconds:.2f} s", f"{text.count('saved')} snapshots before")
-    train(tmp_path, SCRIPT, 2, *options)
-    snapshot = load(folder / "snapshot.pt")
-    assert snapshot["epoch"] == 5 and same_bytes(snapshot, load(tmp_path / "whole.pt"))
-    assert [path.name for path in folder.iterdir()] == ["snapshot.pt"]

@@ -110,12 +110,6 @@ def test_the_options_of_reference_and_of_the_docstring(script):
     assert {*re.findall(r"--[a-z][\w-]+", docstring)} <= has | torchruns
 
 
-def test_each_promise_names_files_of_tests():
-    for promise, shown in table(REFERENCE, "promise"):
-        named = re.findall(r"`(test_\w+\.py)`", shown)
-        assert named and all((ROOT / "tests" / name).exists() for name in named), promise
-
-
 def slugs(page: Path) -> set[str]:
     """What a page's headings are called in a link."""
     headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text()), re.M)

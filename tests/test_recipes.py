@@ -164,16 +164,13 @@ FASTER = {"edit": partial(re.sub, r"0\.999", "0.9"), **PAIR}
 DOUBLED = {"edit": partial(re.sub, r"Scaler\(device.type", r"\g<0>, 64, 2, 0.5, 2"), **SINGLE}
 RATE = see(8 * " " + "scheduler.step()", 'round(optimizer.param_groups[0]["lr"], 9)')
 LOSS = "loss = F.cross_entropy(model(inputs), targets)  # your loss: a mean over the batch"
-HALF_DONE = """@@ the lines that set this run's --lr are left
-+    for group in optimizer.param_groups:
-+        group.update(lr=args.lr, momentum=args.momentum)
-     scheduler.load_state_dict(snapshots[0]["scheduler"])
-"""
 MIXED = see(8 * " " + LOSS, "*targets.shape, float(targets.sum()), bool(targets.max() < 1)")
 SCALE = see(12 * " " + LOSS, "scaler.get_scale(), model.module(inputs).dtype")
 TRAINED = see(8 * " " + "dist.all_reduce(loss_sum)", "len(others), len(muon.state)")
 TWO = NORM.replace("10), nn.BatchNorm1d(10)", "8), nn.Linear(8, 10)")
 AVERAGE = see("    model.eval()", "type(model).__name__, int(model.n_averaged)")
+CHOSEN = "torch.are_deterministic_algorithms_enabled(), os.environ['CUBLAS_WORKSPACE_CONFIG']"
+CHOSEN = see("    model.eval()", CHOSEN)
 NAMES = see("    model.eval()", "*[name for name, _ in model.named_parameters()]")
 SENT = see("    loss_sum = torch.zeros((), device=device)", "model.will_sync_module_buffers()")
 MUON = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9")
@@ -190,7 +187,7 @@ MUON = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before
         ("contrastive", [DIGITS], r"Epoch 1 \| Train loss: [12]\.\d+ \| ", {"edit": FLIPPED}),
         ("criterion", [DIGITS, LEARNED, NAMES], "seen .*criterion.weight", {}),
         ("schedule", [DIGITS, RATE], "seen 0.1\nE(.*\n)*seen 0.05\n", {}),
-        ("schedule", [DIGITS, RATE, HALF_DONE], "seen 0.1\nE(.*\n)*seen 0.05\n", {}),
+        ("deterministic", [DIGITS, CHOSEN], "seen True :4096:8\n", PAIR),
         ("mixup", [DIGITS, MIXED], "seen 8 10 8.0 True", SINGLE),
         ("ema", [DIGITS, NORM, AVERAGE], "seen Aver.* 10", FASTER),
         ("fast", [DIGITS, NORM, SENT], "seen False", PAIR),
@@ -259,7 +256,7 @@ def test_a_stream_trains_on_each_sample_once(tmp_path):
     torch.testing.assert_close(load(tmp_path / "model.pt"), model.state_dict(), rtol=0, atol=1e-4)
 
 
-def test_gpt_learns_to_continue_a_text_and_does_not_look_ahead(resumed, recipe, tmp_path):
+def test_gpt_learns_to_continue_a_text(resumed, recipe, tmp_path):
     text = "How much wood would a woodchuck chuck? " * 88  # of 64 bytes 48 blocks to learn, and 5
     (tmp_path / "input.txt").write_text(text)
     tiny = partial(re.sub, "width=128, heads=4, layers=4", "width=16, heads=2, layers=2")
@@ -269,24 +266,6 @@ def test_gpt_learns_to_continue_a_text_and_does_not_look_ahead(resumed, recipe, 
     path = recipe("gpt", edit=tiny)
     printed = train(tmp_path, path, 2, *options)
     assert 80 < epochs(printed)[-1]["accuracy"] <= 100 and printed.count(" wood") > 5
-    model = runpy.run_path(path)["GPT"](64, 16, 2, 2).eval()
-    model.load_state_dict(load(tmp_path / "learned.pt")["model"])
-    block = torch.tensor([list(text[:64].encode())])
-    changed = block.clone()
-    changed[0, 40] += 1
-    with torch.no_grad():
-        equal = torch.isclose(model(block), model(changed), atol=1e-5).all(dim=1)[0]
-    assert equal.tolist() == 40 * [True] + 24 * [False]
-
-
-def test_each_loss_of_a_gan_trains_one_model(recipe):
-    model = runpy.run_path(recipe("gan"))["GAN"]()
-    losses = model(torch.rand(8, 1, 28, 28))
-    for loss, trained in zip(losses, (model.critic, model.generator), strict=True):
-        model.zero_grad()
-        loss.backward(retain_graph=True)
-        found = [all(w.grad.any() for w in part.parameters()) for part in model.children()]
-        assert found == [part is trained for part in model.children()]
 
 
 def test_ignored_targets_and_metrics_of_a_confusion_matrix(resumed, recipe):
@@ -360,13 +339,6 @@ def test_a_test_set_is_for_the_best_snapshot(recipe, tmp_path):
     found = F.cross_entropy(outputs, targets), (outputs.argmax(1) == targets).double().mean()
     assert "Test loss: {:.4f} | Accuracy: {:.2%}\n".format(*map(float, found)) in text
     assert best["epoch"] == 2 and "Steps: 5" in text and "/8 (" in text  # 72 to train, and 8
-
-
-def test_deterministic_kernels_are_chosen_before_the_process_group(recipe, tmp_path):
-    (line,) = re.findall(r"^ +dist.init_process_group.*", (ROOT / SCRIPT).read_text(), re.M)
-    chosen = "torch.are_deterministic_algorithms_enabled(), os.environ['CUBLAS_WORKSPACE_CONFIG']"
-    path = recipe("deterministic", DIGITS, see(line, chosen))
-    assert train(tmp_path, path, 2, 1).count("seen True :4096:8\n") == 2
 
 
 def test_inference(tmp_path, monkeypatch, capsys):

@@ -58,9 +58,3 @@ def test_micro_batches_make_the_same_steps(tmp_path, reference, processes, batch
     assert difference(load(tmp_path / "checkpoint.pt"), expected) < 1e-12
     LOSSES.append(re.findall(r"^Epoch . \| Step . \| Loss: (\S+) ", text, re.M))
     assert len(LOSSES[0]) == 8 and LOSSES[-1] == LOSSES[0]
-
-
-def test_no_sample_is_lost_where_the_processes_do_not_divide_the_data(tmp_path, fashion):
-    """Of 40 samples, each of 3 ranks gets 14, so two are trained twice."""
-    text = train(tmp_path, SPAWN, 3, 1, *fashion(40, 10), "--batch-size", 1)
-    assert text.count("Steps: 14\n") == 3 and epochs(text)[0]["total"] == 10

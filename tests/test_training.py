@@ -50,12 +50,3 @@ def test_mnist_passes_97_percent_in_an_epoch(run, tmp_path):
     shutil.copytree(source, tmp_path / "data" / "MNIST" / "raw")
     (line,) = epochs(run("ddp_spawn.py", 1, "--dataset", "mnist"))
     assert line["total"] == 10_000 and line["accuracy"] > 97, line
-
-
-@pytest.mark.slow("another launcher")
-def test_the_launcher_before_torchrun(run, parse, fashion):
-    """Which gives this option. Older versions spell it otherwise."""
-    launch = "python -m torch.distributed.launch --nproc_per_node=2 ddp_torchrun.py"
-    text = run(launch, 1, *fashion(100, 10), MASTER_PORT=0)
-    assert "FutureWarning" in text and "[rank 1 of 2] on cpu, from epoch 0\n" in text
-    parse("ddp_torchrun.py", "--resume", "--local_rank=1", "--local-rank=1")

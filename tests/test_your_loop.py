@@ -57,18 +57,6 @@ def test_the_last_step_resumes_on_other_numbers_of_processes(tmp_path, one):
     same(load(tmp_path / "snapshot.pt")["model"], one[1])
 
 
-def test_a_loss_that_is_a_sum_is_multiplied_by_the_world_size(tmp_path):
-    """Here a small part of the sum, because the learning rate stays as it is."""
-    mean = "@@\n-            loss = F.cross_entropy(model(inputs), targets)\n"
-    some = (
-        f'{mean}+            loss = F.cross_entropy(model(inputs), targets, reduction="sum") / 64'
-    )
-    train(tmp_path, patched(FIRST, f"{some}\n"))
-    expected = load(tmp_path / "model.pt")
-    train(tmp_path, patched(PROGRAMS[3], f"{some} * world_size\n"), 2)
-    same(load(tmp_path / "model.pt"), expected)
-
-
 def test_a_loss_over_some_targets(tmp_path):
     """The first change makes the data; the other one is the page's."""
     train(tmp_path, patched(FIRST, "@@\n" + TARGETS.split("@@\n")[1]))
