@@ -1,10 +1,12 @@
 """README, its Chinese page and docs/ fit the scripts, and their commands run."""
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import hosts
 from helpers.jobs import ROOT, SCRIPTS, epochs
 from torch.distributed.run import get_args_parser
@@ -37,11 +39,6 @@ def table(text: str, header: str) -> list[list[str]]:
 PROGRAMS = table(README, r"script \| what is new")
 LAUNCH = "python -m torch.distributed.launch --nproc_per_node=2 ddp_torchrun.py 50 10"
 COMMANDS = [*(row[-1].strip("`") for row in PROGRAMS), LAUNCH]
-
-
-def test_the_table_of_programs():
-    named = [re.search(r"\((.*?\.py)\)", program)[1] for program, *_ in PROGRAMS]
-    assert named == [*SCRIPTS, "docs/your_loop.py"]
 
 
 def test_the_change_that_readme_quotes_makes_your_loop():
@@ -131,6 +128,19 @@ def test_the_chinese_page_has_the_commands_and_no_link_of_its_own():
         assert english == chinese != []
     english, chinese = ({*re.findall(r"\]\(([^)#]+)", page)} for page in (README, CHINESE))
     assert chinese - english == {"README.md"}
+
+
+def test_gpu_figures_carry_commit_torch_and_device():
+    """And say so if the form has changed since, or if that torch is two releases old."""
+    section = (ROOT / "benchmarks" / "RESULTS.md").read_text().split("\n## One H100\n")[1]
+    provenance = re.search(r"<!-- (\w{7}), torch 2\.(\d+), (.*): (.*) -->", section)
+    commit, minor, device, files = provenance.groups()
+    git = lambda *words: subprocess.run(["git", *words], cwd=ROOT, capture_output=True).stdout  # noqa: E731
+    same = [git("rev-parse", f"{commit}:{f}") == git("hash-object", f) for f in files.split()]
+    recent = int(torch.__version__.split(".")[1]) - int(minor) < 2
+    assert device in section and ("older form" in section) is not (recent and all(same))
+    pages = [page.read_text() for page in PAGES if page.parent.name != "benchmarks"]
+    assert all("#one-h100" in page for page in pages if "H100" in page)
 
 
 def test_the_pages_are_no_longer_than_somebody_reads():
