@@ -60,10 +60,6 @@ def test_a_download_that_fails(monkeypatch, tmp_path):
         data_error(name, tmp_path, "<urlopen error no network>")
 
 
-def test_a_data_folder_that_cannot_be_written():
-    data_error("mnist", "/proc/data", r"\[Errno 2\] No such file or directory: '/proc/data'")
-
-
 @pytest.mark.slow("a real command line")
 def test_each_rank_says_so(run, tmp_path):
     """With status 1. Of ddp_spawn.py, the traceback of its parent follows."""
