@@ -178,11 +178,10 @@ def scaling(args: argparse.Namespace, folder: Path) -> Section:
 def doctor(args: argparse.Namespace, folder: Path) -> Section:
     """It finds nothing in the five scripts, also here."""
     together = f"torchrun --standalone --nproc_per_node={args.count} {ROOT}/ddp_torchrun.py"
-    commands = [(together,), ("python multinode.py", *ALONE)]
+    commands = [("python multinode.py", *ALONE)]
     if not args.rehearse:
-        commands += [
-            (f"python {name}.py",) for name in ("single_gpu", "data_parallel", "ddp_spawn")
-        ]
+        others = ("single_gpu", "data_parallel", "ddp_spawn")
+        commands += [(together,), *((f"python {name}.py",) for name in others)]
     lines, good = ["| command | last line | seconds |", "| --- | --- | ---: |"], True
     for number, words in enumerate(commands):
         words += (2, "--snapshot-path", f"{number}.pt")  # two epochs

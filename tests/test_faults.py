@@ -1,6 +1,6 @@
 """After a random fault in a job, --resume ends with the bytes of a run that nothing disturbed.
 
-FAULTS=40 .venv/bin/pytest -m slow tests/test_faults.py     (9 without the variable)
+FAULTS=40 .venv/bin/pytest -m slow tests/test_faults.py     (6 without the variable)
 """
 
 import contextlib
@@ -42,7 +42,7 @@ def strike(job: Job, what: str, whom: str, draw: random.Random) -> None:
 
 
 @pytest.mark.slow("jobs by their real command lines, and as many resumed ones")
-@pytest.mark.parametrize("seed", range(5, 5 + int(os.environ.get("FAULTS", 9))))
+@pytest.mark.parametrize("seed", range(5, 5 + int(os.environ.get("FAULTS", 6))))
 def test_the_same_bytes_after_a_random_fault(tmp_path, record_property, seed):
     """That of long_run.py is nearly always in mid-epoch, and torchrun restarts its ranks."""
     draw, script = random.Random(seed), (*SCRIPTS, LONG)[seed % 6]

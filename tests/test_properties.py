@@ -33,7 +33,8 @@ def train(do, parse, tmp_path):
             runpy.run_path(str(tmp_path / "loop.py"), run_name="__main__")
         else:
             quiet = ("--log-interval", 100) if program == LONG else ()
-            do(program, epochs, 100, "--model", "mlp", "--batch-size", 8, *quiet, *arguments)
+            words = ("--model", "mlp", "--batch-size", 8, *quiet, *arguments)
+            train.job = do(program, epochs, 100, *words)
         for file in tmp_path.glob("*.pt"):
             file.unlink()
 
@@ -171,18 +172,23 @@ def test_gradients_lie_in_the_buckets(train, wrapped, monkeypatch, program, argu
 
 @pytest.mark.slow("compiles")
 def test_a_compiled_graph_is_split_where_buckets_end(train, wrapped, monkeypatch):
-    """With one part, no gradient would be sent before the backward pass has ended."""
-    parts, split = [], distributed.DDPOptimizer.compile_fn
-    compile = nn.Module.compile
-    eager = lambda self, **options: compile(self, backend="aot_eager", **options)  # noqa: E731
-    monkeypatch.setattr(nn.Module, "compile", eager)
+    """With one part, no gradient would be sent before the backward pass has ended. The losses are
+    as without it."""
+    parts, split, compile = [], distributed.DDPOptimizer.compile_fn, nn.Module.compile
 
     def look(self: object, graph: torch.fx.GraphModule, inputs: list) -> object:
         result = split(self, graph, inputs)
         parts.append(len(self.buckets))
         return result
 
+    eager = lambda self, **options: compile(self, backend="aot_eager", **options)  # noqa: E731
+    monkeypatch.setattr(nn.Module, "compile", eager)
     monkeypatch.setattr(distributed.DDPOptimizer, "compile_fn", look)
+    monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 100)  # of the compiler's own
     wrapped(lambda model: None)
-    train(LONG, 1, "--compile")
+    texts = []
+    for options in ((), ("--compile",)):
+        train(LONG, 1, "--log-interval", 1, *options)
+        texts.append(re.findall("Loss: .*", train.job.text))
+    assert texts[0] == texts[1] and len(texts[0]) == 5
     assert parts and min(parts) > 1

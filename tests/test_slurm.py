@@ -171,7 +171,7 @@ def test_a_job_is_requeued_if_it_has_saved_and_not_restarted_if_it_fails(slurm, 
     assert load(snapshot)["samples_seen"] > 0
     assert not (tmp_path / f"checkpoint-{array}_1.pt").exists()
     slurm.call("scancel", array)
-    fails = sbatch(BATCH, "--lr", "1e30")
+    fails = sbatch(BATCH, "--lr", "1e30", "--save-steps", 5)
     wait_for(lambda: state(fails) == "FAILED")
     text = (tmp_path / f"{fails}.out").read_text()
     assert text.count("error: weights are NaN or infinite") == 1
