@@ -4,7 +4,7 @@ import re
 import shutil
 from pathlib import Path
 
-from helpers.files import difference, load, same_bytes
+from helpers.files import difference, load
 from helpers.jobs import ROOT, SCRIPTS, epochs
 from helpers.ranks import train
 
@@ -60,13 +60,3 @@ def test_every_script_trains_ones_own_project_to_the_same_weights(tmp_path):
     assert lines[1]["train_loss"] < lines[0]["train_loss"] and lines[1]["total"] == 21
     for snapshot, its_lines in made:
         assert its_lines == lines and difference(snapshot, first) < 1e-12
-
-
-def test_a_copy_of_one_file_is_resumed_to_the_byte(tmp_path):
-    """Without common/: one line of torch.manual_seed stands in place of set_seed."""
-    path = tmp_path / "train.py"
-    seed = "set_seed = lambda *numbers: torch.manual_seed(hash(numbers))"
-    path.write_text(edited("ddp_torchrun.py").replace("from common.seed import set_seed", seed))
-    for total, *options in ((2, "--snapshot-path", "whole.pt"), (1,), (2, "--resume")):
-        train(tmp_path, path, 2, total, "--batch-size", 6, *options)
-    assert same_bytes(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt"))

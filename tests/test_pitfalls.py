@@ -20,8 +20,3 @@ def test_the_program_prints_what_the_page_quotes(name):
     labels, texts = zip(*quoted, strict=True)
     assert labels == (("wrong", "right") if "```diff" in SECTIONS[name] else ("prints",))
     assert len({*texts}) == len(texts)
-
-
-def test_the_table_has_every_entry():
-    *headings, _ = re.findall(r"^## (.*)$", PAGE, re.M)
-    assert re.findall(r"^\| \[(.*?)\]\(#", PAGE, re.M) == headings and len(headings) > 20
