@@ -164,6 +164,11 @@ FASTER = {"edit": partial(re.sub, r"0\.999", "0.9"), **PAIR}
 DOUBLED = {"edit": partial(re.sub, r"Scaler\(device.type", r"\g<0>, 64, 2, 0.5, 2"), **SINGLE}
 RATE = see(8 * " " + "scheduler.step()", 'round(optimizer.param_groups[0]["lr"], 9)')
 LOSS = "loss = F.cross_entropy(model(inputs), targets)  # your loss: a mean over the batch"
+HALF_DONE = """@@ the lines that set this run's --lr are left
++    for group in optimizer.param_groups:
++        group.update(lr=args.lr, momentum=args.momentum)
+     scheduler.load_state_dict(snapshots[0]["scheduler"])
+"""
 MIXED = see(8 * " " + LOSS, "*targets.shape, float(targets.sum()), bool(targets.max() < 1)")
 SCALE = see(12 * " " + LOSS, "scaler.get_scale(), model.module(inputs).dtype")
 TRAINED = see(8 * " " + "dist.all_reduce(loss_sum)", "len(others), len(muon.state)")
@@ -187,6 +192,7 @@ MUON = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before
         ("contrastive", [DIGITS], r"Epoch 1 \| Train loss: [12]\.\d+ \| ", {"edit": FLIPPED}),
         ("criterion", [DIGITS, LEARNED, NAMES], "seen .*criterion.weight", {}),
         ("schedule", [DIGITS, RATE], "seen 0.1\nE(.*\n)*seen 0.05\n", {}),
+        ("schedule", [DIGITS, RATE, HALF_DONE], "seen 0.1\nE(.*\n)*seen 0.05\n", {}),
         ("deterministic", [DIGITS, CHOSEN], "seen True :4096:8\n", PAIR),
         ("mixup", [DIGITS, MIXED], "seen 8 10 8.0 True", SINGLE),
         ("ema", [DIGITS, NORM, AVERAGE], "seen Aver.* 10", FASTER),
