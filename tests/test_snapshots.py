@@ -25,6 +25,9 @@ def test_what_a_snapshot_holds(do, script):
     assert snapshot.keys() == {"model", "optimizer", "epoch"} and snapshot["epoch"] == 1
     assert {*snapshot["model"]} == {*job.model.state_dict()}  # no prefix
     assert len(snapshot["optimizer"]["state"]) == len([*job.model.parameters()])
+    options = (*MLP, "--snapshot-path", "new/folder/own.pt", "--resume", "--momentum", 0.5)
+    do(script, 2, *options)  # whose momentum is this run's
+    assert load(Path("new/folder/own.pt"))["optimizer"]["param_groups"][0]["momentum"] == 0.5
 
 
 @every_form
