@@ -14,9 +14,11 @@ def model(job: Job) -> Iterator[Found]:
     for rank in job.others[:1] if not job.grouped else ():
         one, two = job.of(job.first, "before"), job.of(rank, "before")
         for name in one[0]["states"] if one and two else ():
-            states = [[(e["here"], e["states"].get(name)) for e in own] for own in (one, two)]
-            moves = [sum(a[0] == b[0] and a != b for a, b in pairwise(own)) for own in states]
-            same = all(a == b for a, b in zip(*states, strict=False))
+            moves = used(job, job.first, name), used(job, rank, name)
+            same = all(
+                (a["here"], a["states"].get(name)) == (b["here"], b["states"].get(name))
+                for a, b in zip(one, two, strict=False)
+            )
             for a, b in zip(*(job.passes(r, trains=True) for r in (job.first, rank)), strict=False):
                 begin = a["states"].get(name)  # then they may draw other amounts of numbers
                 same = same or (begin is not None and begin == b["states"].get(name))
@@ -24,6 +26,17 @@ def model(job: Job) -> Iterator[Found]:
                 what = f"ranks {job.first} and {rank} draw the same random numbers from {name}"
                 what += ", for dropout or augmentation"
                 yield Found("random", one[0]["where"], what, REMEDY)
+
+
+def used(job: Job, rank: int, name: str) -> int:
+    """The steps that draw numbers. Each pass that begins draws one, too, a seed for its workers."""
+    starts = [e["time"] for e in job.of(rank, "loader")]
+    return sum(
+        a["here"] == b["here"]
+        and a["states"].get(name) != b["states"].get(name)
+        and not any(a["time"] < start < b["time"] for start in starts)
+        for a, b in pairwise(job.of(rank, "before"))
+    )
 
 
 def samples(job: Job) -> Iterator[Found]:
