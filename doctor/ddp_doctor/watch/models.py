@@ -25,17 +25,17 @@ class Models:
     """The live models in DDP, and what was done with them."""
 
     def __init__(self) -> None:
-        self.wrapped: list[weakref.ref] = []
-        self.averages: list[weakref.ref] = []
-        self.facts = loaders.Weak()  # of each, its parameters at first: {id: (trainable, type)}
+        # Of each, its parameters at first: {id: (trainable, type, device)}.
+        self.facts: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        # And of the averages: a WeakSet would have another order on each rank.
+        self.averages: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self.syncs: deque = deque(maxlen=512)  # of each forward pass, whether it is averaged
         self.forwards = self.backwards = self.made = 0
         self.graph: Counter = Counter()
         self.divisors: list[float] = []  # of the loss, just before its backward pass
 
     def live(self) -> list[DDP]:
-        self.wrapped = [ref for ref in self.wrapped if ref() is not None]
-        return [model for ref in self.wrapped if (model := ref()) is not None]
+        return [*self.facts]
 
 
 M = Models()
@@ -46,10 +46,9 @@ AFTER: list = []  # what else is done around a backward pass
 @around(DDP, "__init__")
 def wrapped(self, module, *args, **kwargs):
     yield
-    M.wrapped.append(weakref.ref(self))
     M.made += 1
     first = {id(p): (p.requires_grad, str(p.dtype), str(p.device)) for p in module.parameters()}
-    M.facts.put(self, first)
+    M.facts[self] = first
     self._set_ddp_runtime_logging_sample_rate(RATE)
     device = next(module.parameters()).device
     name = f"{device} {os.environ.get('CUDA_VISIBLE_DEVICES', '')}"
@@ -69,7 +68,7 @@ def wrapped(self, module, *args, **kwargs):
 @around(AveragedModel, "__init__")
 def averaged(self, *args, **kwargs):
     yield
-    M.averages.append(weakref.ref(self))
+    M.averages[self] = None
 
 
 @around(DDP, "forward")
@@ -121,8 +120,7 @@ def looked(tensors: Any) -> None:
 
 # --- the end of an evaluation
 def buffers(own: loaders.Pass) -> dict[str, Any]:
-    averages = [model for ref in M.averages if (model := ref()) is not None]
-    inner = [model.module for model in (*M.live(), *averages)]
+    inner = [model.module for model in (*M.live(), *M.averages)]
     found = content.digest({n: b for m in inner for n, b in m.named_buffers()})
     return {"buffers": found}
 

@@ -163,7 +163,7 @@ def note_before(optimizer: Any, own: Own) -> None:
     live = M.live()
     wrapped = {n: p for m in live for n, p in m.module.named_parameters()}
     inside = {id(p) for p in wrapped.values()}
-    first = {i: facts for m in live for i, facts in (M.facts.of(m) or {}).items()}
+    first = {i: facts for m in live for i, facts in M.facts[m].items()}
     optimized = {id(p) for o in OPT.made for g in o.param_groups for p in g["params"]}
     mine = {id(p) for p in graded.values()}
     both = [m.module for m in live if {id(p) for p in m.module.parameters()} & mine]

@@ -26,20 +26,14 @@ class Schedulers:
     """The live ones."""
 
     def __init__(self) -> None:
-        self.own: list[tuple[weakref.ref, Own]] = []
+        self.own: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self.count = self.depth = 0
 
-    def live(self) -> list[tuple[Any, Own]]:
-        self.own = [pair for pair in self.own if pair[0]() is not None]
-        return [(scheduler, own) for ref, own in self.own if (scheduler := ref()) is not None]
-
     def of(self, scheduler: Any) -> Own:
-        for other, own in self.live():
-            if other is scheduler:
-                return own
-        self.count += 1
-        self.own.append((weakref.ref(scheduler), Own(self.count, where())))
-        return self.own[-1][1]
+        if scheduler not in self.own:
+            self.count += 1
+            self.own[scheduler] = Own(self.count, where())
+        return self.own[scheduler]
 
 
 S = Schedulers()
@@ -84,7 +78,7 @@ def total(scheduler: Any) -> int | None:
 
 @careful
 def before(optimizer: Any) -> None:
-    for scheduler, own in S.live():
+    for scheduler, own in [*S.own.items()]:
         if getattr(scheduler, "optimizer", None) is not optimizer:
             continue
         if own.steps == 0 and own.loaded:
@@ -98,7 +92,7 @@ def before(optimizer: Any) -> None:
 
 @careful
 def told() -> None:
-    for scheduler, own in S.live():
+    for scheduler, own in [*S.own.items()]:
         facts = {"number": own.number, "calls": own.calls, "steps": own.steps}
         bursts = {str(size): count for size, count in own.bursts.items()}
         facts |= {"bursts": bursts, "total": total(scheduler), "where": own.place}
