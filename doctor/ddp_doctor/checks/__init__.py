@@ -1,37 +1,18 @@
 """What is judged, by topic. A check gets a Job, and yields a Found for each thing that it finds."""
 
+import inspect
+
 from ddp_doctor.checks import data, ends, evaluation, losses, machine, randomness, weights
 from ddp_doctor.checks.machine import blind, speed  # noqa: F401
 from ddp_doctor.job import Found, Job
 
-CHECKS = [
-    ends.ends,
-    machine.alone,
-    data.shares,
-    data.inputs,
-    data.order,
-    data.meaning,
-    evaluation.evaluation,
-    evaluation.buffers,
-    evaluation.beside,
-    weights.settings,
-    weights.skipped,
-    weights.weights,
-    weights.learning,
-    weights.accumulation,
-    weights.clipping,
-    losses.losses,
-    losses.world,
-    losses.halved,
-    losses.one_sided,
-    losses.remarks,
-    losses.schedule,
-    randomness.model,
-    randomness.samples,
-    randomness.evaluated,
-    machine.saves,
-    machine.devices,
-    machine.limits,
+TOPICS = (ends, data, evaluation, weights, losses, randomness, machine)
+CHECKS = [  # each generator of a topic that gets a job and nothing else
+    function
+    for topic in TOPICS
+    for function in vars(topic).values()
+    if inspect.isgeneratorfunction(function) and function.__module__ == topic.__name__
+    if [*inspect.signature(function).parameters] == ["job"]
 ]
 
 
