@@ -1,4 +1,4 @@
-"""Train on several machines, where torchrun cannot start the processes: give each its rank.
+"""Train on several machines if torchrun cannot run there. You start each process with its rank.
 
     python multinode.py 50 10 --init-method tcp://10.0.0.1:22225 --world-size 2 --rank 0  # 10.0.0.1
     python multinode.py 50 10 --init-method tcp://10.0.0.1:22225 --world-size 2 --rank 1

@@ -71,7 +71,7 @@ def train_step(model, micro_batches, optimizer, device, args):
             with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):
                 loss = F.cross_entropy(model(inputs), targets)  # your loss: a mean over the batch
             loss = loss * len(targets) / samples  # its share of the step, also of a smaller rest
-            loss.backward()  # in the last one, DDP averages the gradients over all ranks
+            loss.backward()  # in the last micro-batch, DDP averages the gradients
         mean_loss += loss.detach()
     if args.clip > 0:
         torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
