@@ -30,11 +30,11 @@ def names(result: dict, *cases: str) -> list[str]:
 
 
 def runs(result: dict, case: str, contestant: str) -> dict[int, float]:
-    """Samples per second of a contestant's runs that worked, by round."""
+    """Samples per second of a contestant, by round."""
     return {
         record["round"]: record["rate"]
         for record in result["records"]
-        if (record["case"], record["contestant"]) == (case, contestant) and "rate" in record
+        if (record["case"], record["contestant"]) == (case, contestant)
     }
 
 
@@ -69,12 +69,14 @@ def changed(result: dict) -> list[str]:
     """A line for each script that ran beside its older version, with an error of the median."""
     lines = {}
     for case in dict.fromkeys(record["case"] for record in result["records"]):
-        if "-before-" in case and (found := ratios(result, case, *names(result, case))):
+        for script in names(result, case):
+            if not (found := ratios(result, case, script, f"{script} before")):
+                continue
             error = 1.25 * statistics.stdev(found) / len(found) ** 0.5 if len(found) > 1 else 0.0
             text = f"{statistics.median(found):.3f} ± {error:.3f}"
             text += f" ({min(found):.2f} to {max(found):.2f})"
             text += f" with batches of {case.split('-')[1]}"
-            lines.setdefault(names(result, case)[0], []).append(text)
+            lines.setdefault(script, []).append(text)
     return [f"- {script}: {', '.join(texts)}" for script, texts in lines.items()]
 
 
@@ -84,7 +86,7 @@ def odd_ones(result: dict) -> list[str]:
     for case in COLUMNS:
         # Of two processes that compute alone, each learns from half of the data.
         records = [r for r in result["records"] if r["case"] == case and r["contestant"] != ALONE]
-        values = {r["contestant"]: r["accuracy"] for r in records if "accuracy" in r}
+        values = {r["contestant"]: r["accuracy"] for r in records}
         middle = statistics.median([*values.values()] or [0])
         odd = [name for name in values if abs(values[name] - middle) > 5]  # percentage points
         learns = f"and the median is {middle:.1f}%"

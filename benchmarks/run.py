@@ -2,17 +2,15 @@
 
     python benchmarks/run.py                    everything; writes results.json and RESULTS.md,
                                                 here or with --out DIR there
+    python benchmarks/run.py --before DIR       the same, with single_gpu.py, ddp_spawn.py and
+                                                ddp_torchrun.py of an older version, of which DIR
+                                                is a clone
     python benchmarks/run.py --cases mlp-32-2   this case only (names may have *); prints only
-    python benchmarks/run.py --before DIR --cases '*before*' --seconds 3
-                                                single_gpu.py, ddp_spawn.py and ddp_torchrun.py in
-                                                ten rounds beside an older version, of which DIR is
-                                                a clone: half an hour
 
-In each round every contestant of a case runs once, through its own command line, one after the
-other, and in the next round in reverse order: minutes in which the machine is slow hit all of them.
-A contestant trains until its time is up and is then killed. Its first epoch is warm-up, and the
-median of the others is its rate. report.py takes ratios within a round. Keep the machine quiet
-meanwhile.
+All contestants of a case are started, each through its own command line, and then their ranks are
+stopped (SIGSTOP). In each round every contestant goes on in turn, until it has trained one epoch
+from start to end, and in the next round in reverse order: minutes in which the machine is slow hit
+all of them. report.py takes ratios within a round. Keep the machine quiet meanwhile.
 
 On Linux, with `pip install '.[bench]'`: the tests' helpers start and end the processes.
 """
@@ -27,7 +25,6 @@ import platform
 import re
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -93,12 +90,10 @@ class Case:
     batch: int  # of a process
     processes: int
     contestants: tuple[str, ...]
-    rounds: int = 3
+    samples: int  # a whole number of global batches
     name: str = ""
     model: str = "mlp"
     size: int = 28  # of the images, which are grey and square
-    samples: int = 12_288  # a whole number of global batches
-    device: str = "cpu"
 
     @property
     def key(self) -> str:
@@ -109,26 +104,29 @@ def all_cases(before: Path | None = None) -> list[Case]:
     """`before` is a folder with an older version of our scripts."""
     peers = ("tutorial", "tutorial, 1 thread", "Fabric", "Accelerate")
     on_our_data = ("tutorial, 1 thread, our data", "Fabric, our data", "Accelerate, our data")
-    ours, others = ("ddp_spawn.py", "ddp_torchrun.py"), ("multinode.py", "long_run.py")
-    names = (*ours, *on_our_data, *report.BOUNDS)
-    cases = [Case(32, 2, names, model="resnet18", size=32, samples=1_536)]
-    for batch in (32, 256):
-        one = ("single_gpu.py", "data_parallel.py", *peers, "compute alone")
-        cases.append(Case(batch, 1, one))
-        frugal = ("long_run.py --accumulate 8", report.ONE, f"{report.TOGETHER} --accumulate 8")
-        cases.append(Case(batch, 2, frugal, name="accumulate"))
-        cases.append(Case(batch, 2, (*ours, *others, *peers, *on_our_data, *report.BOUNDS)))
-        for script in ("single_gpu.py", *ours) if before else ():
-            older = f"{script} before"
-            program = str(before.resolve() / script)
-            CONTESTANTS[older] = replace(CONTESTANTS[script], program=program)
-            count = 1 if script == "single_gpu.py" else 2
-            name = f"before-{Path(script).stem}"
-            cases.append(Case(batch, count, (script, older), rounds=10, name=name))
+    single, ours, others = (
+        ("single_gpu.py",),
+        ("ddp_spawn.py", "ddp_torchrun.py"),
+        ("multinode.py",),
+    )
+    resnet = (*ours, *on_our_data, *report.BOUNDS)
+    for script in (*single, *ours) if before else ():
+        program = str(before.resolve() / script)
+        CONTESTANTS[f"{script} before"] = replace(CONTESTANTS[script], program=program)
+    if before:
+        single, ours = ([w for s in names for w in (s, f"{s} before")] for names in (single, ours))
+    frugal = ("long_run.py --accumulate 8", report.ONE, f"{report.TOGETHER} --accumulate 8")
+    cases = [Case(32, 2, resnet, samples=256, model="resnet18", size=32)]
+    for batch, samples in ((32, 4_096), (256, 8_192)):
+        one = (*single, "data_parallel.py", *peers, "compute alone")
+        two = (*ours, *others, "long_run.py", *peers, *on_our_data, *report.BOUNDS)
+        cases.append(Case(batch, 1, one, samples))
+        cases.append(Case(batch, 2, two, samples))
+        cases.append(Case(batch, 2, frugal, samples, name="accumulate"))
     return cases
 
 
-def environment(contestant: Contestant, case: Case) -> dict[str, str]:
+def environment(contestant: Contestant) -> dict[str, str]:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = str(s.getsockname()[1])
@@ -137,7 +135,7 @@ def environment(contestant: Contestant, case: Case) -> dict[str, str]:
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     if contestant.one_thread:
         env["OMP_NUM_THREADS"] = "1"
-    return env | (CPU_ONLY if case.device == "cpu" else {})
+    return env | CPU_ONLY
 
 
 def command(contestant: Contestant, case: Case, data: Path) -> list[str]:
@@ -146,7 +144,7 @@ def command(contestant: Contestant, case: Case, data: Path) -> list[str]:
     options = ["--batch-size", str(case.batch), "--dataset", "fashion-mnist", "--data-dir"]
     options += [str(data), "--model", case.model, *contestant.options]
     if contestant.program.startswith("benchmarks/"):
-        options = ["1000", "--device", case.device, *options]
+        options = ["1000", *options]
     else:
         options = ["1000", "1000", *options]  # total_epochs, save_every
     if contestant.launch == "torchrun" and (count > 1 or program.parent.name != "benchmarks"):
@@ -157,43 +155,57 @@ def command(contestant: Contestant, case: Case, data: Path) -> list[str]:
     return [sys.executable, str(program), *options]
 
 
-def measure(words: list[str], env: dict[str, str], seconds: float, limit: float = 240) -> dict:
-    """Run a contestant until its time is up: samples per second, and accuracy after two epochs."""
-    with tempfile.TemporaryDirectory() as folder:
-        job = Job(words, Path(folder), {**env, "TMPDIR": folder})  # killed, it cannot clean up
-        start, warm, epochs = time.monotonic(), None, []
-        try:
-            while warm is None or len(epochs) < 2 or time.monotonic() - warm < seconds:
-                if job.process.poll() is not None:
-                    return {"error": job.text}
-                if time.monotonic() - start > limit:
-                    return {"error": f"not done after {limit:.0f} s:\n{job.text}"}
-                time.sleep(0.1)  # looking costs the others time, too
-                epochs = EPOCH.findall(job.text)
-                if epochs and warm is None:
-                    warm = time.monotonic()
-        finally:
-            while job.pids():
-                job.kill()
-    rates = [float(rate) for _, rate in epochs]
-    return {"rate": statistics.median(rates[1:]), "accuracy": float(epochs[1][0])}
+class Run(Job):
+    """A contestant, whose ranks are stopped but while it has its turn."""
+
+    def __init__(self, contestant: Contestant, case: Case, data: Path, folder: Path) -> None:
+        folder.mkdir()
+        words, env = command(contestant, case, data), environment(contestant)
+        super().__init__(words, folder, {**env, "TMPDIR": str(folder)})
+        self.wait_for_epochs(1)  # warm-up
+        pids = self.pids()
+        # Without torchrun's own process, which would miss its heartbeats.
+        self.ranks = pids[1:] if contestant.launch == "torchrun" and len(pids) > 1 else pids
+        self.signal(signal.SIGSTOP)
+
+    def signal(self, number: int) -> None:
+        for pid in self.ranks:
+            os.kill(pid, number)
+
+    def wait_for_epochs(self, count: int, limit: float = 240) -> list[tuple[str, str]]:
+        start = time.monotonic()
+        while len(found := EPOCH.findall(self.text)) < count:
+            if self.process.poll() is not None or time.monotonic() - start > limit:
+                raise RuntimeError(f"no {count} epochs in {limit:.0f} s:\n{self.text}")
+            time.sleep(0.02)  # looking costs the others time, too
+        return found
+
+    def turn(self) -> float:
+        """Samples per second of the next epoch that begins and ends within this turn."""
+        count = len(EPOCH.findall(self.text))
+        self.signal(signal.SIGCONT)
+        found = self.wait_for_epochs(count + 2)
+        self.signal(signal.SIGSTOP)
+        return float(found[count + 1][1])
 
 
-def run_one(case: Case, name: str, number: int, data: Path, **limits: float) -> dict:
-    """A contestant's run in a round, as a record of results.json."""
-    contestant = CONTESTANTS[name]
-    words, env = command(contestant, case, data), environment(contestant, case)
-    record = measure(words, env, **limits)
-    said = f"FAILED\n{record['error']}" if "error" in record else record
-    print(f"  {name}: {said}", file=sys.stderr, flush=True)
-    return {"case": case.key, "contestant": name, "round": number, **record}
-
-
-def run_case(case: Case, data: Path, seconds: float) -> list[dict]:
+def run_case(case: Case, data: Path, rounds: int) -> list[dict]:
+    """The records of results.json: of each contestant, its rate in each round, and what it has
+    learnt in its first epoch."""
     records = []
-    for number in range(case.rounds):
-        for name in case.contestants[:: -1 if number % 2 else 1]:
-            records.append(run_one(case, name, number, data, seconds=seconds))
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        runs = {}
+        for name in case.contestants:
+            print(f"  starting {name}", file=sys.stderr, flush=True)
+            runs[name] = Run(CONTESTANTS[name], case, data, Path(folder, f"{len(runs)}"))
+            stack.callback(runs[name].kill)
+        for number in range(rounds):
+            for name in case.contestants[:: -1 if number % 2 else 1]:
+                record = {"case": case.key, "contestant": name, "round": number}
+                record["rate"] = runs[name].turn()
+                record["accuracy"] = float(EPOCH.findall(runs[name].text)[0][0])
+                print(f"  {record}", file=sys.stderr, flush=True)
+                records.append(record)
     return sorted(records, key=lambda r: (r["round"], case.contestants.index(r["contestant"])))
 
 
@@ -226,8 +238,7 @@ def machine() -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cases", nargs="+", metavar="NAME", default=["*"], help="only these")
-    parser.add_argument("--seconds", type=float, default=5, help="of a run, after warm-up")
-    parser.add_argument("--rounds", type=int, help="of each case")
+    parser.add_argument("--rounds", type=int, default=10, help="of each case")
     parser.add_argument("--before", type=Path, help="a clone of an older version, to run beside")
     parser.add_argument("--out", type=Path, help="folder for what is written")
     args = parser.parse_args()
@@ -238,24 +249,21 @@ def main() -> None:
         sys.exit(f"no such case; there are {', '.join(cases)}")
     out = args.out or (HERE if wanted == [*cases] else None)
     start = time.monotonic()
-    result = {"machine": machine(), "seconds": args.seconds, "records": []}
+    result = {"machine": machine(), "records": []}
     if args.before:
         result["machine"]["Before"] = f"commit {commit(args.before)}"
     with tempfile.TemporaryDirectory() as folder:
         for number, key in enumerate(wanted, start=1):
             print(f"[{number} of {len(wanted)}] {key}", flush=True)
             case = cases[key]
-            case = replace(case, rounds=args.rounds or case.rounds)
             data = idx_files(Path(folder, key), case.samples, 2_000, size=case.size)
-            result["records"] += run_case(case, data, args.seconds)
+            result["records"] += run_case(case, data, args.rounds)
             result["minutes"] = (time.monotonic() - start) / 60
             if out:  # after each case, because an hour may be cut short
                 out.mkdir(parents=True, exist_ok=True)
                 report.write(result, out)
     tables = (report.table, report.changed, report.odd_ones)
     print("\n".join(line for table in tables for line in table(result)))
-    if failed := [f"{r['case']}: {r['contestant']}" for r in result["records"] if "error" in r]:
-        sys.exit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":
