@@ -256,7 +256,9 @@ def main() -> None:
         for number, key in enumerate(wanted, start=1):
             print(f"[{number} of {len(wanted)}] {key}", flush=True)
             case = cases[key]
-            data = idx_files(Path(folder, key), case.samples, 2_000, size=case.size)
+            data = idx_files(
+                Path(folder, key), case.samples, min(case.samples, 2_000), size=case.size
+            )
             result["records"] += run_case(case, data, args.rounds)
             result["minutes"] = (time.monotonic() - start) / 60
             if out:  # after each case, because an hour may be cut short
