@@ -112,7 +112,7 @@ def train(args, device):
 
     first_epoch = load_snapshot(args, model, optimizer)
     print(f"[rank {rank} of {world_size}] on {device}, from epoch {first_epoch}", flush=True)
-    model = DDP(model, gradient_as_bucket_view=True)  # saves copying gradients; needs no device_ids
+    model = DDP(model, gradient_as_bucket_view=True)  # takes rank 0's weights; needs no device_ids
 
     for epoch in range(first_epoch, args.total_epochs):
         start = time.perf_counter()
@@ -128,7 +128,7 @@ def train(args, device):
             save_snapshot(args, model.module, optimizer, epoch + 1)
         for buffer in model.buffers():  # BatchNorm's differ after the last step: take rank 0's
             dist.broadcast(buffer, src=0)
-        sums = evaluate(model.module, val_loader, device)  # DDP's forward waits for all ranks
+        sums = evaluate(model.module, val_loader, device)  # DDP's forward may wait for others
         dist.all_reduce(sums)
         val_loss, correct = sums.tolist()
         if rank == 0:

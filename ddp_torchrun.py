@@ -1,6 +1,6 @@
 """Train on the GPUs of one machine or of several: torchrun starts a process for each.
 
-    torchrun --standalone --nproc_per_node=gpu ddp_torchrun.py 50 10    # on all GPUs
+    torchrun --standalone --nproc_per_node=gpu ddp_torchrun.py 50 10    # on all GPUs (CPU: =2)
 
 On two machines, run this on the first, and with --node_rank=1 on the second:
 
@@ -114,7 +114,7 @@ def train(args, device):
         line = f"total_epochs: {args.total_epochs}, save_every: {args.save_every}"
         print(f"{line}, batch_size: {args.batch_size}", flush=True)
     print(f"[rank {rank} of {world_size}] on {device}, from epoch {first_epoch}", flush=True)
-    model = DDP(model, gradient_as_bucket_view=True)  # saves copying gradients; needs no device_ids
+    model = DDP(model, gradient_as_bucket_view=True)  # takes rank 0's weights; needs no device_ids
 
     for epoch in range(first_epoch, args.total_epochs):
         start = time.perf_counter()
@@ -130,7 +130,7 @@ def train(args, device):
             save_snapshot(args, model.module, optimizer, epoch + 1)
         for buffer in model.buffers():  # BatchNorm's differ after the last step: take rank 0's
             dist.broadcast(buffer, src=0)
-        sums = evaluate(model.module, val_loader, device)  # DDP's forward waits for all ranks
+        sums = evaluate(model.module, val_loader, device)  # DDP's forward may wait for others
         dist.all_reduce(sums)
         val_loss, correct = sums.tolist()
         if rank == 0:
@@ -169,7 +169,7 @@ def parse_args():
     nccl = args.device == "cuda" and dist.is_nccl_available()
     args.backend = args.backend or ("nccl" if nccl else "gloo")
     if "LOCAL_RANK" not in os.environ:
-        parser.error("start it with torchrun --nproc_per_node=gpu ddp_torchrun.py")
+        parser.error("start it with torchrun --nproc_per_node=2 ddp_torchrun.py")
     if os.environ["RANK"] == "0" and os.path.exists(args.snapshot_path) and not args.resume:
         parser.error(f"{args.snapshot_path} exists: continue with --resume, or delete it")
     os.makedirs(os.path.dirname(args.snapshot_path) or ".", exist_ok=True)

@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc_per_node=gpu recipes/long_run.py 50 10 --amp --accumulate 4
 
-A step takes --accumulate micro-batches of --batch-size samples from each process. With --resume,
-rank 0 sends its snapshot to all: four times its size in each process, and once on each GPU. With
---save-on-sigterm, a stop saves at the next loss line, for which torchrun waits 30 s at most.
+A step takes --accumulate micro-batches of --batch-size samples from each process. SIGTERM, which
+schedulers send before they end a job, saves at the next loss line: torchrun waits 30 s for it. With
+--resume, rank 0 sends its snapshot to all: four times its size in each process, once on each GPU.
 """
 
 import argparse
@@ -29,12 +29,19 @@ from common.data import DATASETS, load_dataset  # replace by your own
 from common.model import MODELS, build_model  # replace by your own
 from common.seed import set_seed
 
-sigterm = []  # has an entry when SIGTERM has come, with --save-on-sigterm
-last_save = time.monotonic()
+stop_asked = False
+
+
+def on_sigterm(*_):
+    global stop_asked
+    stop_asked = True
+
+
+signal.signal(signal.SIGTERM, on_sigterm)  # here, because torchrun sends it to workers, too
 
 
 class ResumableSampler(DistributedSampler):
-    done = 0  # how many samples of its share this rank has had in this epoch
+    done = 0  # how many samples of its share this rank had in this epoch, before it was resumed
 
     def __iter__(self):
         return itertools.islice(super().__iter__(), self.done, None)
@@ -65,58 +72,19 @@ def train_step(model, micro_batches, optimizer, device, args):
     mean_loss = torch.zeros((), device=device)
     optimizer.zero_grad()
     for number, (inputs, targets) in enumerate(micro_batches, start=1):
+        last = number == len(micro_batches)
         inputs = inputs.to(device, non_blocking=True)
         targets = targets.to(device, non_blocking=True)
-        with contextlib.nullcontext() if number == len(micro_batches) else model.no_sync():
+        with contextlib.nullcontext() if last else model.no_sync():  # DDP averages in the last
             with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):
                 loss = F.cross_entropy(model(inputs), targets)  # your loss: a mean over the batch
             loss = loss * len(targets) / samples  # its share of the step, also of a smaller rest
-            loss.backward()  # in the last micro-batch, DDP averages the gradients
+            loss.backward()
         mean_loss += loss.detach()
     if args.clip > 0:
         torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
     optimizer.step()
     return mean_loss, samples
-
-
-def train_epoch(args, model, loader, optimizer, device, epoch):
-    """Returns the sum of the losses of this rank's samples, or None if SIGTERM has come."""
-    rank, world_size, sampler = dist.get_rank(), dist.get_world_size(), loader.sampler
-    step_size = args.batch_size * args.accumulate  # samples of this rank
-    steps = math.ceil(sampler.num_samples / step_size)  # in an epoch
-    step = epoch * steps + sampler.done // step_size  # counted over all epochs
-    loss_sum, stop = 0, False
-    batches = iter(loader)
-    while micro_batches := list(itertools.islice(batches, args.accumulate)):
-        step += 1
-        set_seed(args.seed, rank, epoch, step)  # a run that is resumed here draws the same
-        lr = learning_rate(step, args.total_epochs * steps, args)
-        for group in optimizer.param_groups:  # your schedule
-            group.update(lr=lr, momentum=args.momentum)
-        loss, samples = train_step(model, micro_batches, optimizer, device, args)
-        loss_sum += loss * samples
-        sampler.done += samples
-        save = step % args.save_steps == 0
-        if step % args.log_interval == 0:
-            dist.all_reduce(loss)
-            if rank == 0:
-                line = f"Epoch {epoch} | Step {step} | Loss: {loss.item() / world_size:.4f}"
-                print(f"{line} | lr: {lr:.4g}", flush=True)
-            late = time.monotonic() - last_save > 60 * args.save_minutes
-            wishes = torch.tensor([late, len(sigterm) > 0], dtype=torch.float32, device=device)
-            dist.all_reduce(wishes)  # so that all ranks save, or stop, after the same step
-            late, stop = (wishes > 0).tolist()
-            save = save or late or stop
-        seen = sampler.done * world_size
-        place = {"epoch": epoch, "samples_seen": seen, "train_size": args.train_size}
-        if sampler.done == sampler.num_samples:
-            place = {"epoch": epoch + 1, "samples_seen": 0}
-            save = save or (epoch + 1) % args.save_every == 0 or epoch + 1 == args.total_epochs
-        if save:
-            save_snapshot(args, model.module, optimizer, step, place)
-        if stop:
-            return None
-    return loss_sum
 
 
 @torch.no_grad()
@@ -134,8 +102,6 @@ def evaluate(model, loader, device):
 
 
 def save_snapshot(args, model, optimizer, step, place):
-    global last_save
-    last_save = time.monotonic()
     if not all(weight.isfinite().all() for weight in model.parameters()):
         sys.exit("error: weights are NaN or infinite, so they are not saved: try a lower --lr")
     if dist.get_rank() > 0:  # all ranks have these weights
@@ -146,33 +112,48 @@ def save_snapshot(args, model, optimizer, step, place):
     print(f"Step {step} | Training checkpoint saved at {args.snapshot_path}", flush=True)
 
 
-def load_snapshot(args, model, optimizer):
-    """Returns how many epochs are finished, and how many samples of the next one are."""
-    snapshots = [{}]
+def load_snapshot(args, model, optimizer, train_size):
+    """Returns how many epochs are finished, and how many samples of the next one were seen."""
+    snapshots = [None]
     if dist.get_rank() == 0 and args.resume and os.path.exists(args.snapshot_path):
         snapshots = [torch.load(args.snapshot_path, map_location="cpu", weights_only=True)]
     dist.broadcast_object_list(snapshots)  # all ranks load what rank 0 has read
-    size = snapshots[0].get("train_size", args.train_size)
-    if size != args.train_size:
-        sys.exit(f"error: the snapshot is of {size} training samples, not {args.train_size}")
-    if snapshots[0]:
-        model.load_state_dict(snapshots[0]["model"])
-        optimizer.load_state_dict(snapshots[0]["optimizer"])
-    return snapshots[0].get("epoch", 0), snapshots[0].get("samples_seen", 0)
+    if snapshots[0] is None:
+        return 0, 0
+    samples_seen, size = snapshots[0].get("samples_seen", 0), snapshots[0].get("train_size")
+    if samples_seen > 0 and size != train_size:
+        sys.exit(f"error: the snapshot is of {size} training samples, not {train_size}")
+    model.load_state_dict(snapshots[0]["model"])
+    optimizer.load_state_dict(snapshots[0]["optimizer"])
+    return snapshots[0]["epoch"], samples_seen
 
 
-def same_on_all_ranks(args):
+def same_on_all_ranks(options):
     """End all ranks with one line, if a machine was given other options or other data."""
     ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, vars(args))
+    dist.all_gather_object(ranks, options)
     for rank, other in enumerate(ranks):
         for name, value in ranks[0].items():
             if other[name] != value and name not in ("data_dir", "snapshot_path", "num_workers"):
                 sys.exit(f"error: {name} is {value} on rank 0, and {other[name]} on rank {rank}")
 
 
-def ignore_sigterm(worker_id):
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to workers, too
+def on_any_rank(flag, device):
+    """Whether the flag is set on a rank. All get the same answer, so that they act together."""
+    flag = torch.tensor(float(flag), device=device)
+    dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return flag.item() > 0
+
+
+def build_loaders(args, train_set, val_set, device):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    sampler = ResumableSampler(train_set, seed=args.seed)  # equal shares: it may repeat samples
+    val_shard = Subset(val_set, range(rank, len(val_set), world_size))  # each sample counts once
+    options = {"num_workers": args.num_workers, "pin_memory": device.type != "cpu"}
+    if args.num_workers > 0:  # spawned, because forked ones may hang beside the threads of NCCL
+        options |= {"persistent_workers": True, "multiprocessing_context": "spawn"}
+    train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, **options)
+    return train_loader, DataLoader(val_shard, args.batch_size, **options)
 
 
 def train(args, device):
@@ -180,43 +161,66 @@ def train(args, device):
     torch.set_float32_matmul_precision("high")  # faster on GPUs, in TF32
     set_seed(args.seed)
     train_set, val_set = load_dataset(args.dataset, args.data_dir)  # your data
-    args.train_size, args.val_size = len(train_set), len(val_set)
-    same_on_all_ranks(args)
-    if args.train_size == 0:
+    same_on_all_ranks({**vars(args), "train_size": len(train_set), "val_size": len(val_set)})
+    if len(train_set) == 0:
         sys.exit("error: the training set has no samples")
-    sampler = ResumableSampler(train_set, seed=args.seed)  # equal shares: it may repeat samples
-    val_shard = Subset(val_set, range(rank, len(val_set), world_size))  # each sample counts once
-    options = {"num_workers": args.num_workers, "pin_memory": device.type != "cpu"}
-    if args.num_workers > 0:  # spawned, because forked ones may hang beside the threads of NCCL
-        options |= {"persistent_workers": True, "multiprocessing_context": "spawn"}
-        options["worker_init_fn"] = ignore_sigterm if args.save_on_sigterm else None
-    train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, **options)
-    val_loader = DataLoader(val_shard, args.batch_size, **options)
+    train_loader, val_loader = build_loaders(args, train_set, val_set, device)
     model = build_model(args.model, args.dataset).to(device)  # your model
     if args.sync_bn:
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
-    first_epoch, samples_seen = load_snapshot(args, model, optimizer)
+
+    first_epoch, samples_seen = load_snapshot(args, model, optimizer, len(train_set))
+    global_batch = args.batch_size * args.accumulate * world_size
+    steps = math.ceil(len(train_set) / global_batch)  # in an epoch
+    step = first_epoch * steps + samples_seen // global_batch  # in all epochs so far
     print(f"[rank {rank} of {world_size}] on {device}, from epoch {first_epoch}", flush=True)
     if args.compile:
         model.compile(dynamic=False)  # in place, so that weights keep their names
     model = DDP(model, gradient_as_bucket_view=True)  # a view saves a copy of the gradients
+    last_save = time.monotonic()
     for epoch in range(first_epoch, args.total_epochs):
         start = time.perf_counter()
         set_seed(args.seed, rank, epoch)  # each rank's workers draw their own numbers
-        sampler.set_epoch(epoch)  # a new order in each epoch, the same on all ranks
-        sampler.done = samples_seen // world_size if epoch == first_epoch else 0
-        samples = (sampler.num_samples - sampler.done) * world_size
-        loss_sum = train_epoch(args, model, train_loader, optimizer, device, epoch)
-        if loss_sum is None:
-            return "stopped by SIGTERM: continue with --resume"
+        train_loader.sampler.set_epoch(epoch)  # a new order in each epoch, the same on all ranks
+        train_loader.sampler.done = step % steps * args.batch_size * args.accumulate
+        loss_sum, count = 0, 0
+        batches = iter(train_loader)
+        while step < (epoch + 1) * steps:
+            step += 1
+            set_seed(args.seed, rank, epoch, step)  # dropout is as in a run that is resumed here
+            lr = learning_rate(step, args.total_epochs * steps, args)
+            for group in optimizer.param_groups:  # your schedule
+                group.update(lr=lr, momentum=args.momentum)
+            micro_batches = list(itertools.islice(batches, args.accumulate))
+            loss, samples = train_step(model, micro_batches, optimizer, device, args)
+            loss_sum += loss * samples
+            count += samples * world_size  # all ranks have equal shares
+            late = stop = False
+            if step % args.log_interval == 0:
+                dist.all_reduce(loss)
+                if rank == 0:
+                    line = f"Epoch {epoch} | Step {step} | Loss: {loss.item() / world_size:.4f}"
+                    print(f"{line} | lr: {lr:.4g}", flush=True)
+                late = on_any_rank(time.monotonic() - last_save > 60 * args.save_minutes, device)
+                stop = on_any_rank(stop_asked, device)
+            end = step % (steps * args.save_every) == 0 or step == steps * args.total_epochs
+            if end or late or stop or step % args.save_steps == 0:
+                place = {"epoch": step // steps, "samples_seen": step % steps * global_batch}
+                place["train_size"] = len(train_set)
+                save_snapshot(args, model.module, optimizer, step, place)
+                last_save = time.monotonic()
+            if stop:
+                dist.barrier()  # torchrun ends rank 0, which may still save, if another rank ends
+                sys.exit("stopped by SIGTERM: continue with --resume")
+
         dist.all_reduce(loss_sum)
-        train_loss = loss_sum.item() / samples  # item() waits for the device
-        rate = samples / (time.perf_counter() - start)
+        train_loss = loss_sum.item() / count  # item() waits for the device
+        rate = count / (time.perf_counter() - start)
         for buffer in model.buffers():  # BatchNorm's differ after the last step: take rank 0's
             dist.broadcast(buffer, src=0)
         with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):
-            sums = evaluate(model.module, val_loader, device)  # DDP's forward waits for all ranks
+            sums = evaluate(model.module, val_loader, device)  # DDP's forward may wait for others
         dist.all_reduce(sums)
         val_loss, correct = sums.tolist()
         if rank == 0:
@@ -228,11 +232,8 @@ def train(args, device):
 @record  # shows a rank's traceback in torchrun's report
 def main(args):
     device = ddp_setup(args)
-    if args.save_on_sigterm:
-        signal.signal(signal.SIGTERM, lambda *_: sigterm.append(True))
-    stopped = train(args, device)  # frees DDP and the workers on return, before the group ends
+    train(args, device)  # frees DDP and the workers on return, before the group ends
     dist.destroy_process_group()
-    return stopped
 
 
 def parse_args():
@@ -258,7 +259,6 @@ def parse_args():
     add("--log-interval", type=int, default=10, help="steps between two loss lines")
     add("--save-steps", type=int, default=1000, help="steps between two snapshots in an epoch")
     add("--save-minutes", type=float, default=10, help="the same in minutes, at a loss line")
-    add("--save-on-sigterm", action="store_true", help="save and stop, at the next loss line")
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     devices = [found.type, "cpu"] if found and found.type != "mps" else ["cpu"]  # MPS has no DDP
     add("--device", choices=devices, default=devices[0])
@@ -269,7 +269,7 @@ def parse_args():
     args = parser.parse_args()
     args.backend = args.backend or dist.get_default_backend_for_device(args.device)
     if "LOCAL_RANK" not in os.environ:
-        parser.error("start it with torchrun --nproc_per_node=gpu recipes/long_run.py")
+        parser.error("start it with torchrun --nproc_per_node=2 recipes/long_run.py")
     if os.environ["RANK"] == "0" and os.path.exists(args.snapshot_path) and not args.resume:
         parser.error(f"{args.snapshot_path} exists: continue with --resume, or delete it")
     os.makedirs(os.path.dirname(args.snapshot_path) or ".", exist_ok=True)
@@ -277,4 +277,4 @@ def parse_args():
 
 
 if __name__ == "__main__":
-    sys.exit(main(parse_args()))
+    main(parse_args())

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.files import idx_files
-from helpers.jobs import SITE, Job, command
+from helpers.jobs import LONG, SITE, Job, command
 from helpers.ranks import start_server
 from torch.utils.data import DataLoader
 
@@ -112,8 +112,9 @@ def do(parse, capsys):
 
     It trains 40 digits, with 10 to validate, in place of the data sets of common/. `text` is what
     it printed, `module` the script, `model` the bare model, `passes` the arguments of each
-    train_epoch(). To change what it does, patch the script's module first: do.module(script).
-    Loaders' workers come from the fork server: quicker than spawned ones, and safe beside threads.
+    train_epoch(), or train_step() in long_run.py. To change what it does, patch the script's module
+    first: do.module(script). Loaders' workers come from the fork server: quicker than spawned ones,
+    and safe beside threads.
     """
     destroy = dist.destroy_process_group  # a test may have its own
 
@@ -121,8 +122,9 @@ def do(parse, capsys):
         if "--num-workers" in arguments:
             start_server()
         module, args = parse(script, *arguments)
-        build_model, train_epoch, loader = (
-            getattr(module, name) for name in ("build_model", "train_epoch", "DataLoader")
+        step = "train_step" if script == LONG else "train_epoch"
+        build_model, train_step, loader = (
+            getattr(module, name) for name in ("build_model", step, "DataLoader")
         )
         do.job = job = SimpleNamespace(module=module, args=args, passes=[], model=None)
 
@@ -132,7 +134,7 @@ def do(parse, capsys):
 
         def train(*given: object) -> torch.Tensor:
             job.passes.append(given)
-            return train_epoch(*given)
+            return train_step(*given)
 
         def make_loader(*given: object, **named: object) -> DataLoader:
             if named["num_workers"]:
@@ -144,14 +146,14 @@ def do(parse, capsys):
                 data = make_digits(40, 0), make_digits(10, 1)
                 patch.setattr(module, "load_dataset", lambda *_: data)
             patch.setattr(module, "build_model", build)
-            patch.setattr(module, "train_epoch", train)
+            patch.setattr(module, step, train)
             patch.setattr(module, "DataLoader", make_loader)
             try:
                 if script == "ddp_spawn.py":
                     args.nproc_per_node, args.init_method = 1, "env://"
                     module.main(0, args)
                 else:  # without torchrun's @record, which takes over how this process crashes
-                    job.returned = getattr(module.main, "__wrapped__", module.main)(args)
+                    getattr(module.main, "__wrapped__", module.main)(args)
             finally:
                 if dist.is_initialized():
                     destroy()

@@ -19,7 +19,7 @@ MISTAKES = [
     (SCRIPTS, "", "--batch_size 1.5", "argument --batch-size/--batch_size: invalid int value"),
     (SCRIPTS, "", "--bach-size 8", "unrecognized arguments: --bach-size"),
     (SCRIPTS[:1] + SCRIPTS[2:], "", "--device cuda", "argument --device: invalid choice: 'cuda'"),
-    (TORCHRUN, "LOCAL_RANK", "", "start it with torchrun --nproc_per_node=gpu ddp_torchrun.py"),
+    (TORCHRUN, "LOCAL_RANK", "", "start it with torchrun --nproc_per_node=2 ddp_torchrun.py"),
     (NODES, "RANK", "--world-size 2", RANK),
     (NODES, "WORLD_SIZE", "--rank 1", RANK),
 ]

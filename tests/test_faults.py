@@ -58,7 +58,7 @@ def test_the_same_bytes_after_a_random_fault(tmp_path, record_property, seed):
     options += ("--model", "convnet", "--batch-size", 8)
     if script == LONG:
         path = f"recipes/{LONG}"
-        options += ("--save-steps", 7, *(["--save-on-sigterm"] if draw.random() < 0.5 else []))
+        options += ("--save-steps", 7)
     options += ("--snapshot-path",)
     train(tmp_path, path, processes, *options, tmp_path / "whole.pt")
     options += ("saved/snapshot.pt",)

@@ -120,7 +120,7 @@ def test_long_run_on_two_machines_without_a_shared_disk(hosts, job):
             os.kill(jobs[1].process.pid, signal.SIGTERM)
         return [job.finish(None if env else 0) for job in jobs]
 
-    texts = both("--log-interval", 1, "--save-on-sigterm", LADDER_SLOW="0:1")
+    texts = both("--log-interval", 1, LADDER_SLOW="0:1")
     assert all("stopped by SIGTERM" in text for text in texts)
     assert load(nodes.folder / "host0" / "checkpoint.pt")["samples_seen"] > 0
     assert not (nodes.folder / "host1" / "checkpoint.pt").exists()

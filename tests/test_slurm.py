@@ -123,7 +123,7 @@ def test_the_batch_script_goes_on_after_its_time_and_after_pre_emption(slurm, tm
     placed = ("--parsable", f"--chdir={tmp_path}", f"--output={output}", "--cpus-per-task=2")
     env = {**ENVIRONMENT, "SCRIPT": ROOT / "recipes/long_run.py", "OMP_NUM_THREADS": ""}
     env |= {"LADDER_SLOW": "1:0.1"}  # scancel and scontrol take their time, too
-    own = ("--batch-size", 6, "--log-interval", 1, "--save-on-sigterm")
+    own = ("--batch-size", 6, "--log-interval", 1)
     job = slurm.call("sbatch", *placed, "--gpus-per-node=2", BATCH, *options, *own, **env).strip()
     wait_for(lambda: said(r"Epoch 0 \| Step 3 "))
     slurm.call("scancel", "--batch", "--signal=USR1", job)
@@ -237,7 +237,7 @@ def test_what_the_batch_script_starts(tmp_path, given, arguments):
         return
     assert " torchrun --nnodes=2 --nproc_per_node=8 --max-restarts=0 --rdzv_id=7 " in first
     assert " --rdzv_backend=c10d --rdzv_endpoint=a:10007 " in first
-    program = given.get("SCRIPT", "recipes/long_run.py --save-on-sigterm")
+    program = given.get("SCRIPT", "recipes/long_run.py")
     assert first.endswith(f" {program} {arguments}")
     assert {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", "SRUN_CPUS_PER_TASK=16"} <= {*exported}
     assert not [line for line in exported if line.startswith("OMP_NUM_THREADS=")]
