@@ -86,6 +86,8 @@ def main(rank: int, world_size: int, args: argparse.Namespace) -> None:
         model.train()
         if sampler:
             sampler.set_epoch(epoch)
+        if dist.is_initialized():
+            dist.barrier()  # the first rank has evaluated
         start = time.perf_counter()
         for source, targets in train_data:
             source, targets = source.to(args.device), targets.to(args.device)

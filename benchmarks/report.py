@@ -69,14 +69,12 @@ def changed(result: dict) -> list[str]:
     """A line for each script that ran beside its older version, with an error of the median."""
     lines = {}
     for case in dict.fromkeys(record["case"] for record in result["records"]):
-        for script in names(result, case):
-            if not (found := ratios(result, case, script, f"{script} before")):
-                continue
+        if "-before-" in case and (found := ratios(result, case, *names(result, case))):
             error = 1.25 * statistics.stdev(found) / len(found) ** 0.5 if len(found) > 1 else 0.0
             text = f"{statistics.median(found):.3f} ± {error:.3f}"
             text += f" ({min(found):.2f} to {max(found):.2f})"
             text += f" with batches of {case.split('-')[1]}"
-            lines.setdefault(script, []).append(text)
+            lines.setdefault(names(result, case)[0], []).append(text)
     return [f"- {script}: {', '.join(texts)}" for script, texts in lines.items()]
 
 

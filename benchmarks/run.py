@@ -2,15 +2,16 @@
 
     python benchmarks/run.py                    everything; writes results.json and RESULTS.md,
                                                 here or with --out DIR there
-    python benchmarks/run.py --before DIR       the same, with single_gpu.py, ddp_spawn.py and
-                                                ddp_torchrun.py of an older version, of which DIR
-                                                is a clone
+    python benchmarks/run.py --before DIR       the same, and single_gpu.py, ddp_spawn.py and
+                                                ddp_torchrun.py beside an older version, of which
+                                                DIR is a clone
     python benchmarks/run.py --cases mlp-32-2   this case only (names may have *); prints only
 
 All contestants of a case are started, each through its own command line, and then their ranks are
 stopped (SIGSTOP). In each round every contestant goes on in turn, until it has trained one epoch
 from start to end, and in the next round in reverse order: minutes in which the machine is slow hit
-all of them. report.py takes ratios within a round. Keep the machine quiet meanwhile.
+all of them. report.py takes ratios within a round. Keep the machine quiet meanwhile. They need 14
+GiB of memory.
 
 On Linux, with `pip install '.[bench]'`: the tests' helpers start and end the processes.
 """
@@ -60,6 +61,7 @@ class Contestant:
 
 PEER, BOUND = "benchmarks/peers.py", "benchmarks/upper_bound.py"
 LONG = "recipes/long_run.py"
+UNTIL_KILLED = ("--save-minutes", "1e6", "--save-steps", "1000000", "--timeout", "86400")
 FRUGAL = ("--accumulate", "8")
 OURS = ("--our-data",)
 FABRIC, ACCELERATE = ("--by", "fabric"), ("--by", "accelerate")
@@ -69,9 +71,9 @@ CONTESTANTS = {
     "ddp_spawn.py": Contestant("spawn", "ddp_spawn.py"),
     "ddp_torchrun.py": Contestant("torchrun", "ddp_torchrun.py"),
     "multinode.py": Contestant("torchrun", "multinode.py"),  # by env://
-    "long_run.py": Contestant("torchrun", LONG),
-    "long_run.py --accumulate 8": Contestant("torchrun", LONG, FRUGAL),
-    report.ONE: Contestant("torchrun", LONG, FRUGAL, one_thread=True, processes=1),
+    "long_run.py": Contestant("torchrun", LONG, UNTIL_KILLED),
+    "long_run.py --accumulate 8": Contestant("torchrun", LONG, (*UNTIL_KILLED, *FRUGAL)),
+    report.ONE: Contestant("torchrun", LONG, (*UNTIL_KILLED, *FRUGAL), True, processes=1),
     "tutorial": Contestant("spawn", PEER),
     "tutorial, 1 thread": Contestant("spawn", PEER, one_thread=True),
     "Fabric": Contestant("spawn", PEER, FABRIC),
@@ -92,6 +94,7 @@ class Case:
     contestants: tuple[str, ...]
     samples: int  # a whole number of global batches
     name: str = ""
+    rounds: int = 10
     model: str = "mlp"
     size: int = 28  # of the images, which are grey and square
 
@@ -104,25 +107,23 @@ def all_cases(before: Path | None = None) -> list[Case]:
     """`before` is a folder with an older version of our scripts."""
     peers = ("tutorial", "tutorial, 1 thread", "Fabric", "Accelerate")
     on_our_data = ("tutorial, 1 thread, our data", "Fabric, our data", "Accelerate, our data")
-    single, ours, others = (
-        ("single_gpu.py",),
-        ("ddp_spawn.py", "ddp_torchrun.py"),
-        ("multinode.py",),
-    )
-    resnet = (*ours, *on_our_data, *report.BOUNDS)
-    for script in (*single, *ours) if before else ():
-        program = str(before.resolve() / script)
-        CONTESTANTS[f"{script} before"] = replace(CONTESTANTS[script], program=program)
-    if before:
-        single, ours = ([w for s in names for w in (s, f"{s} before")] for names in (single, ours))
-    frugal = ("long_run.py --accumulate 8", report.ONE, f"{report.TOGETHER} --accumulate 8")
-    cases = [Case(32, 2, resnet, samples=256, model="resnet18", size=32)]
-    for batch, samples in ((32, 4_096), (256, 8_192)):
-        one = (*single, "data_parallel.py", *peers, "compute alone")
-        two = (*ours, *others, "long_run.py", *peers, *on_our_data, *report.BOUNDS)
+    ours, others = ("ddp_spawn.py", "ddp_torchrun.py"), ("multinode.py", "long_run.py")
+    names = (*ours, *on_our_data, *report.BOUNDS)
+    cases = [Case(32, 2, names, samples=256, model="resnet18", size=32)]
+    for batch, samples in ((32, 2_048), (256, 8_192)):
+        one = ("single_gpu.py", "data_parallel.py", *peers, "compute alone")
         cases.append(Case(batch, 1, one, samples))
-        cases.append(Case(batch, 2, two, samples))
+        frugal = ("long_run.py --accumulate 8", report.ONE, f"{report.TOGETHER} --accumulate 8")
         cases.append(Case(batch, 2, frugal, samples, name="accumulate"))
+        two = (*ours, *others, *peers, *on_our_data, *report.BOUNDS)
+        cases.append(Case(batch, 2, two, samples))
+        for script in ("single_gpu.py", *ours) if before else ():
+            older = f"{script} before"
+            program = str(before.resolve() / script)
+            CONTESTANTS[older] = replace(CONTESTANTS[script], program=program)
+            count = 1 if script == "single_gpu.py" else 2
+            name = f"before-{Path(script).stem}"
+            cases.append(Case(batch, count, (script, older), samples, name, rounds=30))
     return cases
 
 
@@ -162,10 +163,12 @@ class Run(Job):
         folder.mkdir()
         words, env = command(contestant, case, data), environment(contestant)
         super().__init__(words, folder, {**env, "TMPDIR": str(folder)})
-        self.wait_for_epochs(1)  # warm-up
+
+    def warm_up(self) -> None:
+        self.wait_for_epochs(1)
         pids = self.pids()
         # Without torchrun's own process, which would miss its heartbeats.
-        self.ranks = pids[1:] if contestant.launch == "torchrun" and len(pids) > 1 else pids
+        self.ranks = pids[1:] if "torch.distributed.run" in self.command else pids
         self.signal(signal.SIGSTOP)
 
     def signal(self, number: int) -> None:
@@ -191,21 +194,25 @@ class Run(Job):
 
 def run_case(case: Case, data: Path, rounds: int) -> list[dict]:
     """The records of results.json: of each contestant, its rate in each round, and what it has
-    learnt in its first epoch."""
+    learnt after as many epochs as all others."""
     records = []
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         runs = {}
         for name in case.contestants:
-            print(f"  starting {name}", file=sys.stderr, flush=True)
+            print(f"  {name}", file=sys.stderr, flush=True)
             runs[name] = Run(CONTESTANTS[name], case, data, Path(folder, f"{len(runs)}"))
             stack.callback(runs[name].kill)
+            runs[name].warm_up()
         for number in range(rounds):
             for name in case.contestants[:: -1 if number % 2 else 1]:
                 record = {"case": case.key, "contestant": name, "round": number}
                 record["rate"] = runs[name].turn()
-                record["accuracy"] = float(EPOCH.findall(runs[name].text)[0][0])
                 print(f"  {record}", file=sys.stderr, flush=True)
                 records.append(record)
+        epochs = {name: EPOCH.findall(run.text) for name, run in runs.items()}
+        last = min(map(len, epochs.values())) - 1
+        for record in records:
+            record["accuracy"] = float(epochs[record["contestant"]][last][0])
     return sorted(records, key=lambda r: (r["round"], case.contestants.index(r["contestant"])))
 
 
@@ -238,17 +245,18 @@ def machine() -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cases", nargs="+", metavar="NAME", default=["*"], help="only these")
-    parser.add_argument("--rounds", type=int, default=10, help="of each case")
+    parser.add_argument("--rounds", type=int, help="of each case")
     parser.add_argument("--before", type=Path, help="a clone of an older version, to run beside")
     parser.add_argument("--out", type=Path, help="folder for what is written")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # and clean up on the way
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, lambda *_: sys.exit("stopped"))  # and end the others on the way
     cases = {case.key: case for case in all_cases(args.before)}
     wanted = [key for key in cases if any(fnmatch.fnmatch(key, name) for name in args.cases)]
     if not wanted:
         sys.exit(f"no such case; there are {', '.join(cases)}")
     out = args.out or (HERE if wanted == [*cases] else None)
-    start = time.monotonic()
+    start, failed = time.monotonic(), []
     result = {"machine": machine(), "records": []}
     if args.before:
         result["machine"]["Before"] = f"commit {commit(args.before)}"
@@ -259,13 +267,19 @@ def main() -> None:
             data = idx_files(
                 Path(folder, key), case.samples, min(case.samples, 2_000), size=case.size
             )
-            result["records"] += run_case(case, data, args.rounds)
+            try:
+                result["records"] += run_case(case, data, args.rounds or case.rounds)
+            except (RuntimeError, ProcessLookupError) as error:  # the other cases go on
+                print(error, file=sys.stderr)
+                failed.append(key)
             result["minutes"] = (time.monotonic() - start) / 60
             if out:  # after each case, because an hour may be cut short
                 out.mkdir(parents=True, exist_ok=True)
                 report.write(result, out)
     tables = (report.table, report.changed, report.odd_ones)
     print("\n".join(line for table in tables for line in table(result)))
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

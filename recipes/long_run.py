@@ -4,7 +4,7 @@
 
 A step takes --accumulate micro-batches of --batch-size samples from each process. SIGTERM, which
 schedulers send before they end a job, saves at the next loss line: torchrun waits 30 s for it. With
---resume, rank 0 sends its snapshot to all: four times its size in each process, once on each GPU.
+--resume, rank 0 sends its snapshot to all: four times its size in a process, and once on a GPU.
 """
 
 import argparse
@@ -28,16 +28,6 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) 
 from common.data import DATASETS, load_dataset  # replace by your own
 from common.model import MODELS, build_model  # replace by your own
 from common.seed import set_seed
-
-stop_asked = False
-
-
-def on_sigterm(*_):
-    global stop_asked
-    stop_asked = True
-
-
-signal.signal(signal.SIGTERM, on_sigterm)  # here, because torchrun sends it to workers, too
 
 
 class ResumableSampler(DistributedSampler):
@@ -138,11 +128,15 @@ def same_on_all_ranks(options):
                 sys.exit(f"error: {name} is {value} on rank 0, and {other[name]} on rank {rank}")
 
 
-def on_any_rank(flag, device):
-    """Whether the flag is set on a rank. All get the same answer, so that they act together."""
-    flag = torch.tensor(float(flag), device=device)
-    dist.all_reduce(flag, dist.ReduceOp.MAX)
-    return flag.item() > 0
+def on_any_rank(flags, device):
+    """Which flags are set on a rank. All get the same answer, so that they act together."""
+    flags = torch.tensor(flags, dtype=torch.int32, device=device)
+    dist.all_reduce(flags, dist.ReduceOp.MAX)
+    return flags.tolist()
+
+
+def ignore_sigterm(worker_id):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to workers, too
 
 
 def build_loaders(args, train_set, val_set, device):
@@ -151,7 +145,8 @@ def build_loaders(args, train_set, val_set, device):
     val_shard = Subset(val_set, range(rank, len(val_set), world_size))  # each sample counts once
     options = {"num_workers": args.num_workers, "pin_memory": device.type != "cpu"}
     if args.num_workers > 0:  # spawned, because forked ones may hang beside the threads of NCCL
-        options |= {"persistent_workers": True, "multiprocessing_context": "spawn"}
+        options |= {"persistent_workers": True, "worker_init_fn": ignore_sigterm}
+        options["multiprocessing_context"] = "spawn"
     train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, **options)
     return train_loader, DataLoader(val_shard, args.batch_size, **options)
 
@@ -174,10 +169,12 @@ def train(args, device):
     global_batch = args.batch_size * args.accumulate * world_size
     steps = math.ceil(len(train_set) / global_batch)  # in an epoch
     step = first_epoch * steps + samples_seen // global_batch  # in all epochs so far
+    last_step = args.total_epochs * steps
     print(f"[rank {rank} of {world_size}] on {device}, from epoch {first_epoch}", flush=True)
     if args.compile:
         model.compile(dynamic=False)  # in place, so that weights keep their names
     model = DDP(model, gradient_as_bucket_view=True)  # a view saves a copy of the gradients
+
     last_save = time.monotonic()
     for epoch in range(first_epoch, args.total_epochs):
         start = time.perf_counter()
@@ -189,7 +186,7 @@ def train(args, device):
         while step < (epoch + 1) * steps:
             step += 1
             set_seed(args.seed, rank, epoch, step)  # dropout is as in a run that is resumed here
-            lr = learning_rate(step, args.total_epochs * steps, args)
+            lr = learning_rate(step, last_step, args)
             for group in optimizer.param_groups:  # your schedule
                 group.update(lr=lr, momentum=args.momentum)
             micro_batches = list(itertools.islice(batches, args.accumulate))
@@ -202,17 +199,17 @@ def train(args, device):
                 if rank == 0:
                     line = f"Epoch {epoch} | Step {step} | Loss: {loss.item() / world_size:.4f}"
                     print(f"{line} | lr: {lr:.4g}", flush=True)
-                late = on_any_rank(time.monotonic() - last_save > 60 * args.save_minutes, device)
-                stop = on_any_rank(stop_asked, device)
-            end = step % (steps * args.save_every) == 0 or step == steps * args.total_epochs
-            if end or late or stop or step % args.save_steps == 0:
+                late = time.monotonic() - last_save > 60 * args.save_minutes
+                late, stop = on_any_rank([late, args.stop], device)
+            save = step % args.save_steps == 0 or step % (steps * args.save_every) == 0
+            if save or late or stop or step == last_step:
                 place = {"epoch": step // steps, "samples_seen": step % steps * global_batch}
                 place["train_size"] = len(train_set)
                 save_snapshot(args, model.module, optimizer, step, place)
                 last_save = time.monotonic()
-            if stop:
+            if stop and step < last_step:
                 dist.barrier()  # torchrun ends rank 0, which may still save, if another rank ends
-                sys.exit("stopped by SIGTERM: continue with --resume")
+                return "stopped by SIGTERM: continue with --resume"
 
         dist.all_reduce(loss_sum)
         train_loss = loss_sum.item() / count  # item() waits for the device
@@ -231,9 +228,12 @@ def train(args, device):
 
 @record  # shows a rank's traceback in torchrun's report
 def main(args):
+    args.stop = False
+    signal.signal(signal.SIGTERM, lambda *_: setattr(args, "stop", True))
     device = ddp_setup(args)
-    train(args, device)  # frees DDP and the workers on return, before the group ends
+    stopped = train(args, device)  # frees DDP and the workers on return, before the group ends
     dist.destroy_process_group()
+    return stopped
 
 
 def parse_args():
@@ -277,4 +277,4 @@ def parse_args():
 
 
 if __name__ == "__main__":
-    main(parse_args())
+    sys.exit(main(parse_args()))

@@ -153,7 +153,7 @@ def do(parse, capsys):
                     args.nproc_per_node, args.init_method = 1, "env://"
                     module.main(0, args)
                 else:  # without torchrun's @record, which takes over how this process crashes
-                    getattr(module.main, "__wrapped__", module.main)(args)
+                    job.returned = getattr(module.main, "__wrapped__", module.main)(args)
             finally:
                 if dist.is_initialized():
                     destroy()

@@ -180,9 +180,18 @@ def test_a_stop_in_mid_epoch_goes_on_at_any_world_size(tmp_path, fashion):
     assert difference(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt")) < 1e-12
 
 
-@pytest.mark.parametrize(("stop", "at"), [(3, 4), (10, 10)])
+def test_another_global_batch_goes_on_at_its_last_whole_step(do):
+    do(1, *MLP)
+    path = Path("checkpoint.pt")
+    torch.save({**load(path), "epoch": 0, "train_size": 40, "samples_seen": 24}, path)
+    job = do(1, *MLP, "--resume", "--accumulate", 2, "--log-interval", 1)
+    assert job.steps == [2, 3]
+
+
+@pytest.mark.parametrize(("stop", "at"), [(3, 4), (10, 10), (20, 20)])
 def test_a_stop_is_at_a_loss_line_also_at_the_end_of_an_epoch(do, monkeypatch, stop, at):
-    """SIGTERM comes in step 3 or 10; a loss line is in every second one."""
+    """SIGTERM comes in this step of 20, after which nothing is left to do; a loss line is in every
+    second one."""
     step = do.module.train_step
 
     def stepping(*given: object) -> tuple:
@@ -193,12 +202,18 @@ def test_a_stop_is_at_a_loss_line_also_at_the_end_of_an_epoch(do, monkeypatch, s
 
     stepping.count = 0
     monkeypatch.setattr(do.module, "train_step", stepping)
-    monkeypatch.setattr(do.module, "stop_asked", False)
-    monkeypatch.setattr(dist, "barrier", barrier := Mock(wraps=dist.barrier))
-    with pytest.raises(SystemExit, match=STOPPED):
-        do(4, *MLP, "--log-interval", 2)
-    assert barrier.called  # else torchrun might end a rank 0 that still saves
-    snapshot = load(Path("checkpoint.pt"))
+    saved, barrier = [], dist.barrier
+    monkeypatch.setattr(
+        dist, "barrier", lambda: saved.append(load(Path("checkpoint.pt"))) or barrier()
+    )
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        returned = do(4, *MLP, "--log-interval", 2).returned
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert returned == (STOPPED if at < 20 else None)
+    saved += [load(Path("checkpoint.pt"))] if at == 20 else []
+    (snapshot,) = saved  # before a rank ends, because torchrun would end rank 0 then
     assert stepping.count == at == 5 * snapshot["epoch"] + snapshot["samples_seen"] // 8
 
 
@@ -226,6 +241,8 @@ def test_a_data_set_that_has_shrunk_or_is_empty(do, monkeypatch):
     torch.save({**load(path), "train_size": 41, "samples_seen": 8}, path)
     line = "the snapshot is of 41 training samples, not 40"
     assert refused(do, 2, *MLP, "--resume") == line
+    torch.save({**load(path), "train_size": 41, "samples_seen": 0}, path)  # at an epoch's end
+    assert do(2, *MLP, "--resume").steps == [10]
     monkeypatch.setattr(do.module, "load_dataset", lambda *_: (make_digits(0, 0), [1]))
     line = "the training set has no samples"
     assert refused(do, 1, *MLP, "--snapshot-path", "other.pt") == line

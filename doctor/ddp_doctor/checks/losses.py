@@ -68,7 +68,8 @@ def halved(job: Job) -> Iterator[Found]:
 def one_sided(job: Job) -> Iterator[Found]:
     """A term of the loss that has a gradient on some ranks only."""
     for rank in job.others if not job.grouped else ():
-        pairs = [(a["graph"], b["graph"]) for _, a, b in job.pairs("before") if a["graph"]]
+        steps = [(a, b) for _, a, b in job.pairs("before") if a["backwards"] == b["backwards"]]
+        pairs = [(a["graph"], b["graph"]) for a, b in steps if a["graph"]]
         more = [{n: c - b.get(n, 0) for n, c in a.items() if c > b.get(n, 0)} for a, b in pairs]
         less = [{n: c - a.get(n, 0) for n, c in b.items() if c > a.get(n, 0)} for a, b in pairs]
         for own, other, poorer in ((more, less, rank), (less, more, job.first)):

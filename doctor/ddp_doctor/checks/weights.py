@@ -56,7 +56,9 @@ def weights(job: Job) -> Iterator[Found]:
 def skipped(job: Job) -> Iterator[Found]:
     """A rank that takes no step for a batch."""
     for rank, one, two in job.pairs("before") if not job.grouped else ():
-        if one["batches"] != two["batches"] and one["optimizer"] == 0:
+        micro = all(e["backwards"] == e["batches"] for e in (one, two))  # of unequal sizes
+        micro = micro and sum(one["sync"]) == sum(two["sync"])
+        if one["batches"] != two["batches"] and one["optimizer"] == 0 and not micro:
             late = rank if two["batches"] > one["batches"] else job.first
             what = f"before step {one['step']}, rank {late} takes no step for a batch"
             what += ", but another rank does"
