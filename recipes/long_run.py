@@ -4,7 +4,8 @@
 
 A step takes --accumulate micro-batches of --batch-size samples from each process. SIGTERM, which
 schedulers send before they end a job, saves at the next loss line: torchrun waits 30 s for it. With
---resume, rank 0 sends its snapshot to all: four times its size in a process, and once on a GPU.
+--resume, rank 0 sends its snapshot to all, which takes four times the file's size in the memory of
+each process, and once in that of each GPU.
 """
 
 import argparse
@@ -31,10 +32,10 @@ from common.seed import set_seed
 
 
 class ResumableSampler(DistributedSampler):
-    done = 0  # how many samples of its share this rank had in this epoch, before it was resumed
+    skip = 0  # samples of this rank that it has trained on before the run was resumed
 
     def __iter__(self):
-        return itertools.islice(super().__iter__(), self.done, None)
+        return itertools.islice(super().__iter__(), self.skip, None)
 
 
 def ddp_setup(args):
@@ -164,7 +165,6 @@ def train(args, device):
     if args.sync_bn:
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
-
     first_epoch, samples_seen = load_snapshot(args, model, optimizer, len(train_set))
     global_batch = args.batch_size * args.accumulate * world_size
     steps = math.ceil(len(train_set) / global_batch)  # in an epoch
@@ -175,17 +175,19 @@ def train(args, device):
         model.compile(dynamic=False)  # in place, so that weights keep their names
     model = DDP(model, gradient_as_bucket_view=True)  # a view saves a copy of the gradients
 
+    args.stop = False  # from now on, SIGTERM saves first
+    signal.signal(signal.SIGTERM, lambda *_: setattr(args, "stop", True))
+    set_seed(args.seed, rank, first_epoch)  # each rank's workers draw their own numbers
     last_save = time.monotonic()
     for epoch in range(first_epoch, args.total_epochs):
         start = time.perf_counter()
-        set_seed(args.seed, rank, epoch)  # each rank's workers draw their own numbers
         train_loader.sampler.set_epoch(epoch)  # a new order in each epoch, the same on all ranks
-        train_loader.sampler.done = step % steps * args.batch_size * args.accumulate
+        train_loader.sampler.skip = step % steps * args.batch_size * args.accumulate
         loss_sum, count = 0, 0
         batches = iter(train_loader)
         while step < (epoch + 1) * steps:
             step += 1
-            set_seed(args.seed, rank, epoch, step)  # dropout is as in a run that is resumed here
+            set_seed(args.seed, rank, step)  # so that a resumed run draws the same dropout
             lr = learning_rate(step, last_step, args)
             for group in optimizer.param_groups:  # your schedule
                 group.update(lr=lr, momentum=args.momentum)
@@ -208,7 +210,7 @@ def train(args, device):
                 save_snapshot(args, model.module, optimizer, step, place)
                 last_save = time.monotonic()
             if stop and step < last_step:
-                dist.barrier()  # torchrun ends rank 0, which may still save, if another rank ends
+                dist.barrier()  # until rank 0 has saved: if a rank ends, torchrun ends the others
                 return "stopped by SIGTERM: continue with --resume"
 
         dist.all_reduce(loss_sum)
@@ -228,8 +230,6 @@ def train(args, device):
 
 @record  # shows a rank's traceback in torchrun's report
 def main(args):
-    args.stop = False
-    signal.signal(signal.SIGTERM, lambda *_: setattr(args, "stop", True))
     device = ddp_setup(args)
     stopped = train(args, device)  # frees DDP and the workers on return, before the group ends
     dist.destroy_process_group()
@@ -257,7 +257,7 @@ def parse_args():
     add("--sync-bn", action="store_true", help="BatchNorm over all ranks; not on a CPU")
     add("--compile", action="store_true", help="torch.compile: slow to start, then often faster")
     add("--log-interval", type=int, default=10, help="steps between two loss lines")
-    add("--save-steps", type=int, default=1000, help="steps between two snapshots in an epoch")
+    add("--save-steps", type=int, default=1000, help="steps between two snapshots")
     add("--save-minutes", type=float, default=10, help="the same in minutes, at a loss line")
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     devices = [found.type, "cpu"] if found and found.type != "mps" else ["cpu"]  # MPS has no DDP
