@@ -180,18 +180,27 @@ def test_a_stop_in_mid_epoch_goes_on_at_any_world_size(tmp_path, fashion):
     assert difference(load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt")) < 1e-12
 
 
-def test_another_global_batch_goes_on_at_its_last_whole_step(do):
+def test_another_global_batch_goes_on_at_its_last_whole_step(do, monkeypatch):
+    """The train loss is that of the rest. Workers get numbers of their own rank's, once."""
     do(1, *MLP)
     path = Path("checkpoint.pt")
     torch.save({**load(path), "epoch": 0, "train_size": 40, "samples_seen": 24}, path)
+    monkeypatch.setattr(do.module, "set_seed", seed := Mock(wraps=do.module.set_seed))
     job = do(1, *MLP, "--resume", "--accumulate", 2, "--log-interval", 1)
     assert job.steps == [2, 3]
+    loss = (16 * job.losses[0] + 8 * job.losses[1]) / 24
+    assert epochs(job.text)[0]["train_loss"] == pytest.approx(loss, abs=2e-4)
+    assert [call.args for call in seed.call_args_list] == [
+        (42,),
+        (42, 0, 0),
+        (42, 0, 2),
+        (42, 0, 3),
+    ]
 
 
 @pytest.mark.parametrize(("stop", "at"), [(3, 4), (10, 10), (20, 20)])
 def test_a_stop_is_at_a_loss_line_also_at_the_end_of_an_epoch(do, monkeypatch, stop, at):
-    """SIGTERM comes in this step of 20, after which nothing is left to do; a loss line is in every
-    second one."""
+    """SIGTERM comes in this step of 20; a loss line is in every second one."""
     step = do.module.train_step
 
     def stepping(*given: object) -> tuple:
@@ -202,24 +211,17 @@ def test_a_stop_is_at_a_loss_line_also_at_the_end_of_an_epoch(do, monkeypatch, s
 
     stepping.count = 0
     monkeypatch.setattr(do.module, "train_step", stepping)
-    saved, barrier = [], dist.barrier
-    monkeypatch.setattr(
-        dist, "barrier", lambda: saved.append(load(Path("checkpoint.pt"))) or barrier()
-    )
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        returned = do(4, *MLP, "--log-interval", 2).returned
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert returned == (STOPPED if at < 20 else None)
-    saved += [load(Path("checkpoint.pt"))] if at == 20 else []
-    (snapshot,) = saved  # before a rank ends, because torchrun would end rank 0 then
-    assert stepping.count == at == 5 * snapshot["epoch"] + snapshot["samples_seen"] // 8
+    saved = lambda: load(Path("checkpoint.pt"))  # noqa: E731  (before any rank ends)
+    monkeypatch.setattr(dist, "barrier", barrier := Mock(side_effect=saved))
+    returned = do(4, *MLP, "--log-interval", 2).returned
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    assert returned == (STOPPED if barrier.called else None) and barrier.called is (at < 20)
+    assert stepping.count == at == 5 * saved()["epoch"] + saved()["samples_seen"] // 8
 
 
 def test_a_snapshot_of_the_five_scripts_and_one_for_them(do, tmp_path):
     do.all_scripts("single_gpu.py", 1, "--batch-size", 8, *MLP)
-    job = do(2, *MLP, "--resume", "--momentum", 0.5)
+    job = do(2, 3, *MLP, "--resume", "--momentum", 0.5)
     assert "from epoch 1\n" in job.text and job.saved == [10]
     assert load(tmp_path / "checkpoint.pt")["optimizer"]["param_groups"][0]["momentum"] == 0.5
 
