@@ -304,6 +304,7 @@ def test_all_is_as_it_was(guarded: Guarded, name: str, births: bool) -> None:
 STORM = """
 import random
 chance, end = random.Random(int(sys.argv[1])), time.time() + 20
+open("begun" + sys.argv[1], "w")
 names = ["last.ckpt", "logs/train.log", "runs/events.out.tfevents.1", "second-name.ckpt", "moved"]
 names += [f"many/{n}.pt" for n in range(300)]
 own = [f"many/{n}.pt" + sys.argv[1] for n in range(20)]  # another rank cannot open at that moment
@@ -333,11 +334,14 @@ def test_ranks_on_the_same_files_that_are_killed(guarded: Guarded, seed: int) ->
     large = "import ddp_doctor.vault as v\nv.SMALL = 1000\n" if seed % 2 else ""
     program = "import contextlib\n" + MODULES + large + STORM
     ranks = [guarded.start(program, str(10 * seed + rank)) for rank in range(3)]
-    time.sleep(2 + 0.1 * seed)
+    begun = [guarded.work / f"begun{10 * seed + rank}" for rank in range(3)]
+    wait = time.monotonic() + 60  # a busy machine takes seconds to import torch
+    while not all(path.exists() for path in begun):
+        assert time.monotonic() < wait, "a rank has not begun"
+    time.sleep(1 + 0.1 * seed)
     for rank in ranks:
         rank.kill()
         assert "doctor failed" not in rank.communicate()[1]
-    assert state(guarded.work) != before
     interrupt(guarded, seed)
     after = state(guarded.work)
     assert {path: after.get(path) for path in before} == before
