@@ -91,7 +91,7 @@ def load_snapshot(args, model, optimizer):
         return 0
     model.load_state_dict(snapshots[0]["model"])
     optimizer.load_state_dict(snapshots[0]["optimizer"])
-    for group in optimizer.param_groups:  # delete these two lines if you use a scheduler
+    for group in optimizer.param_groups:  # with a scheduler, load its state instead
         group.update(lr=args.lr, momentum=args.momentum)  # this run's, not the snapshot's
     return snapshots[0]["epoch"]
 
@@ -138,7 +138,8 @@ def train(args, device):
 
 
 def main(rank, args):
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # Linux sends it if the parent dies
+    # If the parent dies, each rank gets a SIGINT, which a job that & has started would ignore.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     device = ddp_setup(rank, args)
     train(args, device)  # frees its DDP object on return, before the group ends
     dist.destroy_process_group()

@@ -88,12 +88,13 @@ class Job:
     @cached_property
     def meets_again(self) -> bool:
         """Whether weights differ, and are the same later: they are averaged now and then."""
-        differ = False
+        differ, made = False, {e["step"] for e in self.of(self.first, "ddp")}
         pairs = [*self.pairs("before"), *self.pairs("after")]
         for _, one, two in sorted(pairs, key=lambda pair: pair[1]["time"]):
-            if one["weights"] and one["weights"] == two["weights"] and differ:
+            same = bool(one["weights"]) and one["weights"] == two["weights"]
+            if same and differ and one["step"] not in made:  # where DDP() copies rank 0's
                 return True
-            differ = differ or bool(differing(one["weights"], two["weights"]))
+            differ = not same and (differ or bool(differing(one["weights"], two["weights"])))
         return any(e["weights"] and e["step"] for e in self.all("collective"))
 
     def inner(self) -> list[Event]:

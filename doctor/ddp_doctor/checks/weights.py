@@ -43,6 +43,10 @@ def weights(job: Job) -> Iterator[Found]:
         if grads:
             kind, why, remedy = reason(job, one, two, grads[0])
             what = f"in step {one['step']}, the gradients of ranks {job.first} and {rank} differ"
+            if kind == "gradients" and any(e["step"] > one["step"] for e in job.all("ddp")):
+                what += ", and a later DDP() gives all ranks rank 0's weights"
+                yield Found("limits", one["where"], what, "make DDP once", "NOTE")
+                return
             what += f", because {why}" if why else ""
             yield told(kind, what, one["grads"], two["grads"], grads, one, remedy)
             return
@@ -79,18 +83,20 @@ def reason(job: Job, event: Event, other: Event, name: str) -> tuple[str, str, s
     if name in event["synced"] and event["synced"][name] == other["synced"].get(name):
         why = "a rank changes them after the all-reduce"
         return "gradients-changed", why, "do the same on all ranks"
+    if not forwards and "compiled" not in job.topology:
+        remedy = "call model(x), not model.module(x)"
+        if name in event["outside"]:
+            remedy = "call DDP's model in each step, and make it once"
+        return "not-through-ddp", "forward() did not go through DDP", remedy
     if name in event["outside"]:
         return "outside", "DDP does not have the parameter", "put it into the module that DDP wraps"
     if name in event["late"]:
         return "late", f"{name} was frozen when DDP was made", "call DDP() again after unfreezing"
     if name in event["moved"]:
-        why = f"{name} has another type or device than when DDP was made, which loses DDP's hooks"
+        why = f"{name} was moved to another type or device, where DDP's hooks were lost"
         return "moved", why, "call model.to() before DDP(model)"
     if "compiled" in job.topology:
         return "gradients", "", "compare with a run without torch.compile"
-    if not forwards:
-        why = "forward() did not go through DDP"
-        return "not-through-ddp", why, "call model(x), not model.module(x)"
     if not synced:
         return "no-sync", "all of the step was in no_sync()", "leave it for the last micro-batch"
     if not event["sync"][-1]:

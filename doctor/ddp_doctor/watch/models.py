@@ -27,6 +27,7 @@ class Models:
     def __init__(self) -> None:
         # Of each, its parameters at first: {id: (trainable, type, device)}.
         self.facts: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        self.moved: set[int] = set()  # parameters that had another type or device since then
         # And of the averages: a WeakSet would have another order on each rank.
         self.averages: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self.syncs: deque = deque(maxlen=512)  # of each forward pass, whether it is averaged
@@ -47,8 +48,9 @@ AFTER: list = []  # what else is done around a backward pass
 def wrapped(self, module, *args, **kwargs):
     yield
     M.made += 1
-    first = {id(p): (p.requires_grad, str(p.dtype), str(p.device)) for p in module.parameters()}
+    first = {id(p): (p.requires_grad, *kind(p)) for p in module.parameters()}
     M.facts[self] = first
+    M.moved -= first.keys()
     self._set_ddp_runtime_logging_sample_rate(RATE)
     device = next(module.parameters()).device
     name = f"{device} {os.environ.get('CUDA_VISIBLE_DEVICES', '')}"
@@ -63,6 +65,20 @@ def wrapped(self, module, *args, **kwargs):
         "group": self.process_group.size(),
     }
     note("ddp", **facts, where=where())
+
+
+@around(nn.Module, "_apply")
+def moved(self, *args, **kwargs):
+    """To another device or type. Back again, a parameter has still lost DDP's hooks."""
+    yield
+    for facts in M.facts.values():
+        for p in filter(lambda p: id(p) in facts, self._parameters.values()):
+            if facts[id(p)][1:] != kind(p):
+                M.moved.add(id(p))
+
+
+def kind(p: torch.Tensor) -> tuple[str, str]:
+    return str(p.dtype), str(p.device)
 
 
 @around(AveragedModel, "__init__")
