@@ -54,7 +54,7 @@ def test_the_same_bytes_after_a_random_fault(tmp_path, record_property, seed):
     if whom == "rank" and epoch < 0:
         whom = "all"  # the other would wait for a rank that mp.spawn or nobody misses
     fault = f"{script}: {what} {whom}, {seconds:.2f} s after epoch {epoch}"
-    options = (5, "--dataset", "fashion-mnist", "--data-dir", idx_files(tmp_path, 1200, 10))
+    options = (5, "--dataset", "fashion-mnist", "--data-dir", idx_files(tmp_path, 600, 10))
     options += ("--model", "convnet", "--batch-size", 8)
     if script == LONG:
         path = f"recipes/{LONG}"

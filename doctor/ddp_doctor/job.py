@@ -113,7 +113,7 @@ class Job:
         for rank in self.others:
             mine = self.steps(rank, kind)
             for place, event in self.steps(self.first, kind).items():
-                if place in mine:
+                if place in mine and mine[place]["step"] == event["step"]:  # of as many
                     yield rank, event, mine[place]
 
     # --- passes over loaders

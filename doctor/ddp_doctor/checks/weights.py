@@ -24,7 +24,9 @@ def weights(job: Job) -> Iterator[Found]:
         return
     if job.meets_again:
         what = "the weights of the ranks differ, and are the same again later"
-        yield Found("limits", "the model", what, "average them at the end, too", "NOTE")
+        pairs = [*job.pairs("before"), *job.pairs("after")]
+        if any(differing(one["weights"], two["weights"]) for _, one, two in pairs):
+            yield Found("limits", "the model", what, "average them at the end, too", "NOTE")
         return
     afters = {r: job.steps(r, "after") for r in job.ranks}
     for rank, one, two in job.pairs("before"):
