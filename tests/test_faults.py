@@ -21,8 +21,7 @@ TARGETS = dict.fromkeys((SPAWN, ELASTIC, LONG), ("all", "parent", "rank"))
 TARGETS[NODES] = ("all", "rank")
 RESTARTED = TORCHRUN.format("2 --max-restarts=3").replace("ddp_torchrun.py", f"recipes/{LONG}")
 LAUNCHES = {SPAWN: SPAWN2, ELASTIC: (TORCHRUN.format(2),), LONG: (RESTARTED, "--resume")}
-# Two processes by hand, of which the shell waits for both.
-BY_HAND = '"$@" --rank 1 & "$@" --rank 0; wait'
+BY_HAND = '"$@" --rank 1 & "$@" --rank 0; wait'  # two processes
 
 
 def started(script: str, folder: Path, options: tuple) -> Job:

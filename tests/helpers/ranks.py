@@ -11,9 +11,11 @@ import os
 import runpy
 import socket
 import sys
+import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 from helpers.jobs import ROOT
 
@@ -22,8 +24,7 @@ PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel", "
 
 @functools.cache
 def start_server() -> None:
-    """Start the process that all ranks are forked from. If a loader started it, it would have torch
-    alone, and hear no signals."""
+    """The process that ranks are forked from. A loader's would lack torch, and hear no signals."""
     multiprocessing.set_forkserver_preload(PRELOAD)
     multiprocessing.forkserver.ensure_running()
 
@@ -53,6 +54,8 @@ def one_rank(rank: int, folder: Path, script: str, words: list, dtype: str, env:
     os.dup2(output, 2)
     torch.set_default_dtype(getattr(torch, dtype or "float32"))
     torch.set_num_threads(1)
+    end = dist.destroy_process_group  # pytorch#154976: up to 2.7, it may hang while gloo tidies up
+    dist.destroy_process_group = lambda: (time.sleep(0.2), end())
     sys.argv = [script, *words]
     sys.path.insert(0, str(Path(script).parent))
     if Path(script).stem != "ddp_spawn":
