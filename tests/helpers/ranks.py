@@ -1,7 +1,6 @@
 """The ranks of a job by torch's mp.start_processes, from a process that has imported torch.
 
-That saves three seconds of processor time a rank. The launcher is not seen here: jobs.py starts
-what a user types.
+That saves three seconds of processor time a rank. What a user types is started by jobs.py.
 """
 
 import functools
