@@ -121,8 +121,10 @@ def learning(job: Job) -> Iterator[Found]:
         if len(after) > 3 and after[0] and all(weights == after[0] for weights in after):
             why = "all gradients are 0" if norms else "the optimizer's parameters have no gradient"
             why = "the updates are too small" if any(norms) else why
-            what = f"{len(after)} steps change no weight, because {why}"
             remedy = "check that the loss depends on the parameters that the optimizer has"
+            if any(norms) and not any(group.get("lr") for e in events for group in e["options"]):
+                why, remedy = "the learning rate is 0", "pass a larger one, or call scheduler.step()"
+            what = f"{len(after)} steps change no weight, because {why}"
             yield Found("no-change", place, what, remedy)
         if len(stale := [e for e in events if e["stale"]]) > 2:
             what = f"{len(stale)} of {len(events)} steps add to the gradients of the step before"
