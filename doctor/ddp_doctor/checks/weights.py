@@ -123,7 +123,7 @@ def learning(job: Job) -> Iterator[Found]:
             why = "the updates are too small" if any(norms) else why
             remedy = "check that the loss depends on the parameters that the optimizer has"
             if any(norms) and not any(group.get("lr") for e in events for group in e["options"]):
-                why, remedy = "the learning rate is 0", "pass a larger one, or call scheduler.step()"
+                why, remedy = "the learning rate is 0", "raise it, or call scheduler.step()"
             what = f"{len(after)} steps change no weight, because {why}"
             yield Found("no-change", place, what, remedy)
         if len(stale := [e for e in events if e["stale"]]) > 2:
