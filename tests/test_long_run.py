@@ -260,9 +260,9 @@ def test_a_rank_with_another_option_or_data_set(do, monkeypatch):
         monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
         return refused(do, 1, *MLP)
 
-    assert line({}, {}, {"lr": 0.5}) == "lr is 0.01 on rank 0, and 0.5 on rank 2"
+    for name, value in {"lr": 0.01, "seed": 42, "train_size": 40, "val_size": 10}.items():
+        assert line({}, {}, {name: 3}) == f"{name} is {value} on rank 0, and 3 on rank 2"
     assert line({"train_size": 3}, {}) == "train_size is 3 on rank 0, and 40 on rank 1"
-    assert line({}, {"val_size": 3}) == "val_size is 10 on rank 0, and 3 on rank 1"
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
         line({}, dict.fromkeys(("data_dir", "snapshot_path", "num_workers"), "another"))
 
