@@ -88,13 +88,16 @@ class Job:
     @cached_property
     def meets_again(self) -> bool:
         """Whether weights differ, and are the same later: they are averaged now and then."""
-        differ, made = False, {e["step"] for e in self.of(self.first, "ddp")}
+        apart, made = set(), {e["step"] for e in self.of(self.first, "ddp")}
         pairs = [*self.pairs("before"), *self.pairs("after")]
-        for _, one, two in sorted(pairs, key=lambda pair: pair[1]["time"]):
-            same = bool(one["weights"]) and one["weights"] == two["weights"]
-            if same and differ and one["step"] not in made:  # where DDP() copies rank 0's
-                return True
-            differ = not same and (differ or bool(differing(one["weights"], two["weights"])))
+        for rank, one, two in sorted(pairs, key=lambda pair: pair[1]["time"]):
+            which = rank, one["optimizer"]
+            if one["weights"] and one["weights"] == two["weights"]:
+                if which in apart and one["step"] not in made:  # where DDP() copies rank 0's
+                    return True
+                apart.discard(which)
+            elif differing(one["weights"], two["weights"]):
+                apart.add(which)
         return any(e["weights"] and e["step"] for e in self.all("collective"))
 
     def inner(self) -> list[Event]:
@@ -113,8 +116,10 @@ class Job:
         for rank in self.others:
             mine = self.steps(rank, kind)
             for place, event in self.steps(self.first, kind).items():
-                if place in mine and mine[place]["step"] == event["step"]:  # of as many
-                    yield rank, event, mine[place]
+                other = mine.get(place)
+                # After a loader's end, places say nothing: the ranks may end apart.
+                if other and (event["here"] or event["step"] == other["step"]):
+                    yield rank, event, other
 
     # --- passes over loaders
     def passes(self, rank: int | None, trains: bool) -> list[Event]:

@@ -126,7 +126,7 @@ def speed(job: Job) -> str:
 def blind(job: Job) -> str | None:
     """Why nothing could be judged."""
     if not job.ranks:
-        return "no process was watched that has an optimizer or a process group"
+        return "no process was watched that takes an optimizer's step or joins a process group"
     if job.all("before"):
         return None
     paths = {os.path.basename(e["path"]): 1 for e in job.all("load") if e["path"]}

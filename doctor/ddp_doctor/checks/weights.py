@@ -45,7 +45,7 @@ def weights(job: Job) -> Iterator[Found]:
         if grads:
             kind, why, remedy = reason(job, one, two, grads[0])
             what = f"in step {one['step']}, the gradients of ranks {job.first} and {rank} differ"
-            if kind == "gradients" and any(e["step"] > one["step"] for e in job.all("ddp")):
+            if kind == "gradients" and copied(job, one["step"]):
                 what += ", and a later DDP() gives all ranks rank 0's weights"
                 yield Found("limits", one["where"], what, "make DDP once", "NOTE")
                 return
@@ -57,6 +57,13 @@ def weights(job: Job) -> Iterator[Found]:
         remedy = "change none on one rank, and load the optimizer's state on all"
         yield told("weights", what, after, other, names, one, remedy)
         return
+
+
+def copied(job: Job, step: int) -> bool:
+    """Whether a DDP() after this step has made the weights the same."""
+    made = {e["step"] for e in job.of(job.first, "ddp") if e["step"] > step}
+    pairs = [(one, two) for _, one, two in job.pairs("before") if one["step"] in made]
+    return any(one["weights"] and one["weights"] == two["weights"] for one, two in pairs)
 
 
 def skipped(job: Job) -> Iterator[Found]:
@@ -85,10 +92,9 @@ def reason(job: Job, event: Event, other: Event, name: str) -> tuple[str, str, s
     if name in event["synced"] and event["synced"][name] == other["synced"].get(name):
         why = "a rank changes them after the all-reduce"
         return "gradients-changed", why, "do the same on all ranks"
-    if not forwards and "compiled" not in job.topology:
-        remedy = "call model(x), not model.module(x)"
-        if name in event["outside"]:
-            remedy = "call DDP's model in each step, and make it once"
+    around = event["backwards"] and not forwards and {*event["outside"]} >= event["grads"].keys()
+    if around and job.all("ddp") and "compiled" not in job.topology:
+        remedy = "call DDP's model in each step, and make it once"
         return "not-through-ddp", "forward() did not go through DDP", remedy
     if name in event["outside"]:
         return "outside", "DDP does not have the parameter", "put it into the module that DDP wraps"
@@ -99,6 +105,9 @@ def reason(job: Job, event: Event, other: Event, name: str) -> tuple[str, str, s
         return "moved", why, "call model.to() before DDP(model)"
     if "compiled" in job.topology:
         return "gradients", "", "compare with a run without torch.compile"
+    if not forwards:
+        why = "forward() did not go through DDP"
+        return "not-through-ddp", why, "call model(x), not model.module(x)"
     if not synced:
         return "no-sync", "all of the step was in no_sync()", "leave it for the last micro-batch"
     if not event["sync"][-1]:
@@ -122,7 +131,8 @@ def learning(job: Job) -> Iterator[Found]:
             why = "all gradients are 0" if norms else "the optimizer's parameters have no gradient"
             why = "the updates are too small" if any(norms) else why
             remedy = "check that the loss depends on the parameters that the optimizer has"
-            if any(norms) and not any(group.get("lr") for e in events for group in e["options"]):
+            rates = {group.get("lr") for e in events for group in e["options"]}
+            if any(norms) and rates == {0}:
                 why, remedy = "the learning rate is 0", "raise it, or call scheduler.step()"
             what = f"{len(after)} steps change no weight, because {why}"
             yield Found("no-change", place, what, remedy)

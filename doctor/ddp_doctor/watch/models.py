@@ -49,6 +49,9 @@ def wrapped(self, module, *args, **kwargs):
     yield
     M.made += 1
     first = {id(p): (p.requires_grad, *kind(p)) for p in module.parameters()}
+    for facts in M.facts.values():  # the newest one's count
+        for known in facts.keys() & first.keys():
+            del facts[known]
     M.facts[self] = first
     M.moved -= first.keys()
     self._set_ddp_runtime_logging_sample_rate(RATE)

@@ -171,6 +171,8 @@ def note_before(optimizer: Any, own: Own) -> None:
     more = M.backwards > own.backwards  # since this optimizer's last step
     kept, scaler = own.kept() if own.kept else None, OPT.scaler() if OPT.scaler else None
     scale = scaler.get_scale() if scaler is not None else 1.0
+    kinds = {n: first.get(id(p), (0, 0, 0))[1:] for n, p in graded.items()}
+    moved = [n for n, p in graded.items() if id(p) in M.moved or kinds[n] != models.kind(p)]
     count = M.forwards - OPT.syncs
     facts = {
         "optimizer": own.number,
@@ -182,7 +184,7 @@ def note_before(optimizer: Any, own: Own) -> None:
         "options": [*map(options, optimizer.param_groups[:8])],
         "scale": scale,
         "late": [n for n, p in graded.items() if id(p) in first and not first[id(p)][0]],
-        "moved": [n for n, p in graded.items() if id(p) in M.moved],
+        "moved": [n for n in moved if id(graded[n]) in first],
         "outside": [n for n, p in graded.items() if id(p) not in inside],
         "idle": [n for n, p in ours.items() if p.requires_grad and p.grad is None],
         "lost": [n for n, p in wrapped.items() if p.grad is not None and id(p) not in optimized],
