@@ -91,7 +91,7 @@ def load_snapshot(args, model, optimizer):
         return 0
     model.load_state_dict(snapshots[0]["model"])
     optimizer.load_state_dict(snapshots[0]["optimizer"])
-    for group in optimizer.param_groups:  # with a scheduler, load its state instead
+    for group in optimizer.param_groups:  # with a scheduler, load its state in place of these lines
         group.update(lr=args.lr, momentum=args.momentum)  # this run's, not the snapshot's
     return snapshots[0]["epoch"]
 
@@ -138,7 +138,7 @@ def train(args, device):
 
 
 def main(rank, args):
-    # If the parent dies, each rank gets a SIGINT, which a job that & has started would ignore.
+    # On Linux, ranks get a SIGINT if the parent dies, which a job started with & would ignore.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     device = ddp_setup(rank, args)
     train(args, device)  # frees its DDP object on return, before the group ends

@@ -94,7 +94,7 @@ def load_snapshot(args, model, optimizer):
         return 0
     model.load_state_dict(snapshots[0]["model"])
     optimizer.load_state_dict(snapshots[0]["optimizer"])
-    for group in optimizer.param_groups:  # with a scheduler, load its state instead
+    for group in optimizer.param_groups:  # with a scheduler, load its state in place of these lines
         group.update(lr=args.lr, momentum=args.momentum)  # this run's, not the snapshot's
     return snapshots[0]["epoch"]
 
