@@ -56,13 +56,14 @@ class Undo:
         if record["op"] not in ("link", "copy", "symlink", "rename", "rmdir", "stat"):
             return
         try:
-            getattr(self, record["op"])(record)
+            there = getattr(self, record["op"])(record)
         except OSError as error:
             self.failed.append(f"{record['path']} is not restored: {error}")
             return
         own = tuple(record["inode"])
-        anew = inode(record["path"]) or own
-        self.anew[own] = anew
+        anew = self.anew.get(own, own)
+        if there:  # and not a new file, where another rank was first
+            anew = self.anew[own] = inode(record["path"]) or own
         line = {"op": "undone", "number": number, "inode": own, "anew": anew}
         file.write(json.dumps(line) + "\n")
         file.flush()
@@ -80,19 +81,21 @@ class Undo:
                 with contextlib.suppress(OSError):
                     folder.rmdir()
 
-    # --- one method for each kind of record
-    def link(self, record: dict) -> None:
+    # --- one method for each kind of record. It says whether the path is that of the record again
+    def link(self, record: dict) -> bool:
         path, vault = record["path"], record["vault"]
         if os.path.lexists(vault):
             if inode(path) != inode(vault):
                 self.make_way(path)
                 place(vault, path)
             self.attributes(path, record)
+            return True
+        return False
 
-    def copy(self, record: dict) -> None:
+    def copy(self, record: dict) -> bool:
         path, vault, own = record["path"], record["vault"], tuple(record["inode"])
         if not os.path.exists(vault):
-            return
+            return False
         # Where the file itself is now: there, in a vault, or where another rank has moved it.
         now = next((p for p in [path, *self.moved[own]] if self.is_it(p, own)), None)
         if now:
@@ -101,32 +104,38 @@ class Undo:
         if now != path and not (now and path in self.made):
             self.make_way(path)
             place(now, path) if now else copy_bytes(vault, path)
+            now = path
         self.attributes(path, record)
+        return now == path
 
-    def symlink(self, record: dict) -> None:
+    def symlink(self, record: dict) -> bool:
         path, target = record["path"], record["target"]
         if not os.path.islink(path) or os.readlink(path) != target:
             self.make_way(path)
             os.symlink(target, path)
             set_owner(path, *record["owner"])
+        return True
 
-    def rename(self, record: dict) -> None:
+    def rename(self, record: dict) -> bool:
         path, to, own = record["path"], record["to"], tuple(record["inode"])
         if self.is_it(to, own) and self.is_it(path, own) and not os.path.isdir(to):
             os.remove(to)  # another step has put it back already
         elif self.is_it(to, own):
             self.make_way(path)
             os.rename(to, path)
+        return self.is_it(path, own)
 
-    def rmdir(self, record: dict) -> None:
+    def rmdir(self, record: dict) -> bool:
         if not os.path.isdir(record["path"]) or os.path.islink(record["path"]):
             self.make_way(record["path"])
             self.folder(record["path"])
         self.attributes(record["path"], record)
+        return True
 
-    def stat(self, record: dict) -> None:
+    def stat(self, record: dict) -> bool:
         if self.is_it(record["path"], tuple(record["inode"])):
             self.attributes(record["path"], record)
+        return False
 
     # --- their parts
     def is_it(self, path: str, own: tuple) -> bool:

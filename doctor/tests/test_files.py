@@ -347,6 +347,22 @@ def test_ranks_on_the_same_files_that_are_killed(guarded: Guarded, seed: int) ->
     assert {path: after.get(path) for path in before} == before
 
 
+def test_two_ranks_rename_the_same_file(tmp_path: Path) -> None:
+    """Both are noted, one comes first, and then a new file is in the old one's place."""
+    old, one, two = (tmp_path / name for name in ("old.pt", "one.pt", "two.pt"))
+    old.write_bytes(b"old")
+    time.sleep(0.02)  # the clock of a file system is coarse
+    home = make_home(tmp_path)
+    time.sleep(0.02)
+    first, second = Vault(str(home)), Vault(str(home))
+    first.before_rename(str(old), str(one))
+    second.before_rename(str(old), str(two))
+    old.rename(one)
+    old.write_bytes(b"new")
+    Undo(home).run()
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("*.pt")} == {"old.pt": b"old"}
+
+
 WRITERS = """
 import torch, torch.distributed as dist
 from torch import nn
