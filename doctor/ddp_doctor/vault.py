@@ -7,13 +7,14 @@ processes of a run share it, one at a time. Whatever cannot be put away raises R
 import contextlib
 import errno
 import fcntl
+import functools
 import json
 import os
 import shutil
 import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ddp_doctor import disk
 from ddp_doctor.disk import NAME, Key, birth, key
@@ -26,6 +27,21 @@ NO_FILES = ("/proc/", "/sys/")
 
 class Refused(Exception):
     """The program was about to do something that could not be undone."""
+
+
+class Moved(Exception):
+    """Another rank has put something else there meanwhile, by an act that was noted before."""
+
+
+def again(act: Callable) -> Callable:
+    @functools.wraps(act)
+    def acted(self: "Vault", path: str, *args: object, **kwargs: object) -> None:
+        for _ in range(1000):
+            with contextlib.suppress(Moved):
+                return act(self, path, *args, **kwargs)
+        raise Refused(f"{path} is changed all the time")
+
+    return acted
 
 
 class Vault:
@@ -154,13 +170,21 @@ class Vault:
             target = self.free_name(folder)
             try:
                 os.link(path, target)
+            except FileNotFoundError as error:
+                raise Moved from error
             except OSError as error:
                 if error.errno == errno.EXDEV:
                     continue
                 return None
+            self.same(target, own, target)
             self.note("link", path=path, vault=target, **disk.facts(own))
             return target
         return None
+
+    def same(self, path: str, own: os.stat_result, target: str) -> None:
+        if key(os.lstat(path)) != key(own):
+            os.unlink(target)
+            raise Moved
 
     def copy(self, path: str, own: os.stat_result, goes: bool = False) -> None:
         for folder in (next(self.places(path, own.st_dev), self.home), self.home):
@@ -171,6 +195,9 @@ class Vault:
                 os.write(2, f"doctor: {path} is copied before it is changed\n".encode())
             try:
                 disk.copy_bytes(path, target)
+                self.same(path, own, target)
+            except FileNotFoundError as error:
+                raise Moved from error
             except OSError as error:
                 raise Refused(f"{path} cannot be copied: {error.strerror}") from error
             self.note("copy", path=path, vault=target, goes=goes, **disk.facts(own))
@@ -178,6 +205,7 @@ class Vault:
         raise Refused(f"there is no space to put {path} away ({own.st_size / 1e6:.0f} MB)")
 
     # --- before the program acts. The paths are absolute, and without symbolic links in the folders
+    @again
     def before_write(self, path: str, empties: bool) -> None:
         """The file is opened for writing."""
         path = os.path.realpath(path)
@@ -215,6 +243,7 @@ class Vault:
             return True
         return False
 
+    @again
     def before_remove(self, path: str) -> None:
         with self.existing(path) as own:
             if not own or path in self.made or not os.access(os.path.dirname(path), os.W_OK):

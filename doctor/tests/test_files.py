@@ -363,6 +363,30 @@ def test_two_ranks_rename_the_same_file(tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in tmp_path.glob("*.pt")} == {"old.pt": b"old"}
 
 
+def test_a_rank_acts_while_another_puts_the_same_file_away(tmp_path: Path) -> None:
+    """What is linked, or copied, is then a new file in the old one's place."""
+    old, moved = tmp_path / "old.pt", tmp_path / "moved.pt"
+    old.write_bytes(b"old")
+    time.sleep(0.02)
+    home = make_home(tmp_path)
+    time.sleep(0.02)
+    first, second = Vault(str(home)), Vault(str(home))
+    first.before_rename(str(old), str(moved))
+    link = os.link
+
+    def late(source: str, target: str) -> None:
+        if not moved.exists():
+            old.rename(moved)
+            old.write_bytes(b"new")
+        link(source, target)
+
+    with mock.patch("os.link", late):
+        second.before_remove(str(old))
+    old.unlink()
+    Undo(home).run()
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("*.pt")} == {"old.pt": b"old"}
+
+
 WRITERS = """
 import torch, torch.distributed as dist
 from torch import nn
