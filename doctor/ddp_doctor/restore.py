@@ -81,7 +81,7 @@ class Undo:
                 with contextlib.suppress(OSError):
                     folder.rmdir()
 
-    # --- one method for each kind of record. It says whether the path is that of the record again
+    # --- one method for each kind of record, which says whether its file is at the path again
     def link(self, record: dict) -> bool:
         path, vault = record["path"], record["vault"]
         if os.path.lexists(vault):

@@ -170,9 +170,9 @@ class Vault:
             target = self.free_name(folder)
             try:
                 os.link(path, target)
-            except FileNotFoundError as error:
-                raise Moved from error
             except OSError as error:
+                if not os.path.lexists(path):
+                    raise Moved from error
                 if error.errno == errno.EXDEV:
                     continue
                 return None
@@ -196,9 +196,9 @@ class Vault:
             try:
                 disk.copy_bytes(path, target)
                 self.same(path, own, target)
-            except FileNotFoundError as error:
-                raise Moved from error
             except OSError as error:
+                if not os.path.lexists(path):
+                    raise Moved from error
                 raise Refused(f"{path} cannot be copied: {error.strerror}") from error
             self.note("copy", path=path, vault=target, goes=goes, **disk.facts(own))
             return
