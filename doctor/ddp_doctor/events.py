@@ -157,6 +157,7 @@ class Before(Place):
     incoming: list[tuple[int, float]]  # the index of a loss, and the gradient that it has got
     world: bool  # whether the program divides by a number named like world_size
     divisors: list[float]  # of the loss, last of all
+    rooted: bool  # whether the program divides what has the backward pass by such a number
     graph: dict[str, int]  # how many operations of each kind the loss depends on
     sync: list[bool]  # of each forward pass through DDP, whether its gradients are averaged
     backwards: int

@@ -3,7 +3,7 @@
 import contextlib
 import json
 from array import array
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -61,8 +61,7 @@ class Job:
     @cached_property
     def sharded(self) -> str | None:
         """Why gradients and weights are not compared."""
-        owned = [{n for e in self.of(r, "before") for n in e["names"]} for r in self.ranks]
-        if self.others and any(names != owned[0] for names in owned):
+        if self.torn:
             return "an optimizer that holds only some parameters of each rank"
         names = (self.topology.get(what) for what in ("sharded", "averaged"))
         return self.grouped or next((name for name in names if name), None)
@@ -74,7 +73,9 @@ class Job:
         if models and all(event["group"] == self.world for event in models):
             return None
         calls = [] if models or "sharded" in self.topology else self.inner()
-        if any(not event["backwards"] and event["step"] for event in calls):
+        steps = {event["step"] for event in calls if not event["backwards"] and event["step"]}
+        looked = {e["step"] for e in self.of(self.first, "before") if e["step"] and e["backwards"]}
+        if len(steps & looked) > len(looked) / 2:
             return self.topology.get("groups") or "collectives of its own in the forward pass"
         return self.topology.get("groups") or ("models of their own" if self.alone else None)
 
@@ -107,9 +108,35 @@ class Job:
         return [e for e in calls if e["shape"] not in ([], [1], None)]
 
     # --- steps
+    @cached_property
+    def held(self) -> dict[int, dict[int, tuple]]:
+        """For each rank, the names of the parameters of each optimizer, in its first step."""
+        return {
+            rank: {e["optimizer"]: tuple(e["names"]) for e in reversed(self.of(rank, "before"))}
+            for rank in self.ranks
+        }
+
+    @cached_property
+    def numbers(self) -> dict[int, dict[int, int]]:
+        """For each rank, the optimizers that all ranks have. One rank may also train a teacher."""
+        every = [Counter(own.values()) for own in self.held.values()]
+        found = {}
+        for rank, held in self.held.items():
+            own = sorted(n for n, names in held.items() if len({c[names] for c in every}) == 1)
+            found[rank] = {number: index for index, number in enumerate(own)}
+        return found
+
+    @cached_property
+    def torn(self) -> bool:
+        """Whether the optimizers of several ranks hold what no other rank's hold."""
+        apart = [rank for rank, own in self.held.items() if {*own} != {*self.numbers[rank]}]
+        return len(apart) > 1 or (bool(apart) and not any(self.numbers.values()))
+
     def steps(self, rank: int | None, kind: str) -> dict[tuple, Event]:
         """The events before or after the steps that were looked at, by their places."""
-        return {(e["optimizer"], str(e["here"]), e["order"]): e for e in self.of(rank, kind)}
+        numbers = {n: n for n in self.held[rank]} if self.torn else self.numbers[rank]
+        events = [e for e in self.of(rank, kind) if e["optimizer"] in numbers]
+        return {(numbers[e["optimizer"]], str(e["here"]), e["order"]): e for e in events}
 
     def pairs(self, kind: str) -> Iterator[tuple[int, Event, Event]]:
         """Another rank, a step of the first rank, and the same step of the other one."""

@@ -38,6 +38,12 @@ def padded(job: Job, loader: Loader) -> Iterator[Found]:
     shapes = [e["shape"] or [0] for e in after(job, rank, event) if "gather" in e["name"]]
     gathered = any(max(shape) >= (event["batch"] or samples) for shape in shapes if shape)
     objects = any(e["name"].endswith("object") for e in after(job, rank, event))
+    drawn = [job.drawn(e) for e in loader.values()] if {*loader} == {*job.ranks} else []
+    twice = sum(map(len, drawn)) - len(seen := set().union(*drawn))
+    own = 0 < twice < len(seen) and not event["random"]  # and not all samples on all ranks
+    if own and not event["padded"] and not gathered and not objects:
+        what = f"the ranks draw {twice} of {len(seen)} samples twice with {event['kinds'][1]}"
+        yield Found("padded", event["place"], what, "do not count them again", "NOTE")
     if event["padded"] and not gathered and not objects:  # else they may be cut to the length
         what = f"{event['kinds'][1]} counts {event['padded']} of {event['size']} samples twice"
         yield Found("padded", event["place"], what, "take range(rank, n, world_size)")

@@ -1,35 +1,30 @@
 """The loss, and the learning rate."""
 
+from collections import defaultdict
 from collections.abc import Iterator
 
 from ddp_doctor.job import Event, Found, Job, some
 
 
-def of_steps(job: Job, rank: int) -> list[tuple[Event, list[Event]]]:
-    """The steps that were looked at, and the losses of each."""
-    losses: dict[int, list[Event]] = {}
-    for event in job.of(rank, "loss"):
-        losses.setdefault(event["step"], []).append(event)
-    return [(e, losses.get(e["step"], [])) for e in job.of(rank, "before")]
-
-
 def losses(job: Job) -> Iterator[Found]:
-    for rank in job.others if not job.grouped else ():
-        for (a, mine), (b, theirs) in zip(
-            of_steps(job, job.first), of_steps(job, rank), strict=False
-        ):
-            for one, two in zip(mine, theirs, strict=False):
-                if one["count"] is None or two["count"] is None or one["count"] == two["count"]:
-                    continue
-                plain = one["plain"] and two["plain"] and one["drawn"] != two["drawn"]
-                shares = [weight(a, one), weight(b, two)]
-                if plain or None in shares or abs(shares[0] - shares[1]) < 1e-3 * abs(shares[0]):
-                    continue
-                what = f"the loss is divided by {one['count']:.6g} on rank {job.first}"
-                what += f" and by {two['count']:.6g} on rank {rank}"
-                remedy = "multiply it by its own number, and divide it by the mean of all ranks'"
-                yield Found("unequal-losses", one["where"], what, remedy)
-                return
+    of_steps: dict[tuple, list[Event]] = defaultdict(list)
+    for rank in job.ranks:
+        for event in job.of(rank, "loss"):
+            of_steps[rank, event["step"]].append(event)
+    for rank, a, b in job.pairs("before") if not job.grouped else ():
+        mine, theirs = of_steps[job.first, a["step"]], of_steps[rank, b["step"]]
+        for one, two in zip(mine, theirs, strict=False):
+            if one["count"] is None or two["count"] is None or one["count"] == two["count"]:
+                continue
+            plain = one["plain"] and two["plain"] and one["drawn"] != two["drawn"]
+            shares = [weight(a, one), weight(b, two)]
+            if plain or None in shares or abs(shares[0] - shares[1]) < 1e-3 * abs(shares[0]):
+                continue
+            what = f"the loss is divided by {one['count']:.6g} on rank {job.first}"
+            what += f" and by {two['count']:.6g} on rank {rank}"
+            remedy = "multiply it by its own number, and divide it by the mean of all ranks'"
+            yield Found("unequal-losses", one["where"], what, remedy)
+            return
 
 
 def weight(step: Event, loss: Event) -> float | None:
@@ -46,7 +41,7 @@ def world(job: Job) -> Iterator[Found]:
         return
     grads = [[grad * job.world for _, grad in e["incoming"]] for e in steps]
     by_loss = [len(own) == 1 and abs(own[0] - 1) < 1e-4 for own in grads]
-    by_root = [job.world in e["divisors"] and not e["incoming"] for e in steps]
+    by_root = [job.world in e["divisors"] and (e["rooted"] or not e["incoming"]) for e in steps]
     if all(by_loss) or all(by_root):
         what = f"the loss is divided by world_size, and DDP averages over {job.world} ranks, too"
         remedy = f"do not divide it: gradients are {job.world} times too small"

@@ -1,5 +1,6 @@
 """Gradients and weights: that they are the same on all ranks, and that they learn."""
 
+from collections import defaultdict
 from collections.abc import Iterator
 
 from ddp_doctor.events import Sums
@@ -89,6 +90,8 @@ def told(kind: str, what: str, one: Sums, two: Sums, names: list, at: Event, rem
 def reason(job: Job, event: Event, other: Event, name: str) -> tuple[str, str, str]:
     """Why gradients differ: only what was recorded."""
     forwards, synced = len(event["sync"]), sum(event["sync"])
+    if not job.all("ddp"):
+        return "gradients", "", "average all of them, on all ranks"
     if name in event["synced"] and event["synced"][name] == other["synced"].get(name):
         why = "a rank changes them after the all-reduce"
         return "gradients-changed", why, "do the same on all ranks"
@@ -99,7 +102,8 @@ def reason(job: Job, event: Event, other: Event, name: str) -> tuple[str, str, s
     if name in event["outside"]:
         return "outside", "DDP does not have the parameter", "put it into the module that DDP wraps"
     if name in event["late"]:
-        return "late", f"{name} was frozen when DDP was made", "call DDP() again after unfreezing"
+        why = f"{name} was frozen or not there when DDP was made"
+        return "late", why, "call DDP() again after unfreezing or adding it"
     if name in event["moved"]:
         why = f"{name} was moved to another type or device, where DDP's hooks were lost"
         return "moved", why, "call model.to() before DDP(model)"
@@ -183,16 +187,18 @@ def accumulation(job: Job) -> Iterator[Found]:
         if sum(events[1]["sync"]) == count and job.others:
             what = f"there are {count} all-reduces in each step, and one would do"
             remedy = "put all micro-batches but the last into no_sync()"
-            yield Found("all-reduces", place, what, remedy)
+            yield Found("all-reduces", place, what, remedy, "NOTE")
 
 
 def clipping(job: Job) -> Iterator[Found]:
-    clips = {r: job.of(r, "clip") for r in job.ranks}
-    grads = {e["step"]: (e, two) for _, e, two in job.pairs("before")}
-    for rank in job.others if not job.sharded else ():
-        for one, two in zip(clips[job.first], clips[rank], strict=False):
-            event, other = grads.get(one["step"], (None, None))
-            if event and one["norm"] != two["norm"] and event["grads"] == other["grads"]:
+    clips: dict[tuple, list[Event]] = defaultdict(list)
+    for rank in job.ranks:
+        for event in job.of(rank, "clip"):
+            clips[rank, event["step"]].append(event)
+    for rank, event, other in job.pairs("before") if not job.sharded else ():
+        mine, theirs = clips[job.first, event["step"]], clips[rank, other["step"]]
+        for one, two in zip(mine, theirs, strict=False):
+            if one["norm"] != two["norm"] and event["grads"] == other["grads"]:
                 what = f"gradients are clipped before they are averaged (norm {one['norm']:.6g} on"
                 what += f" rank {job.first}, {two['norm']:.6g} on rank {rank})"
                 yield Found("clipping", one["where"], what, "clip once, just before the step")

@@ -27,8 +27,7 @@ def noted(obj: Any, f: Any) -> None:
     states = [bool(part.get("state")) for part in parts if "param_groups" in part]
     stateless = not any(optimizer.state for optimizer in OPT.made)
     inner = {name for model in M.live() for name in model.module.state_dict()}
-    averages = [model for ref in M.averages if (model := ref()) is not None]
-    keys -= {n for m in averages for n in m.state_dict() if n.startswith("module.")}
+    keys -= {n for m in M.averages for n in m.state_dict() if n.startswith("module.")}
     prefixed = sorted(k for k in keys - inner if k.startswith("module.") and k[7:] in inner)
     facts = {
         "path": path if isinstance(path, str) else None,

@@ -109,8 +109,10 @@ def begin(iterator: Any, loader: Any) -> Pass:
 def describe(own: Pass, loader: Any, iterator: Any) -> None:
     chain, dataset = [iterator._index_sampler], loader.dataset
     for _ in range(4):  # BatchSampler, or a framework's around the user's own
-        inner = getattr(chain[-1], "batch_sampler", None) or getattr(chain[-1], "sampler", None)
-        chain += [inner] if inner is not None else []
+        inner = [getattr(chain[-1], name, None) for name in ("batch_sampler", "sampler")]
+        parts = getattr(chain[-1], "__dict__", {}).values()
+        inner += [part for part in parts if isinstance(part, data.Sampler)]
+        chain += [s for s in inner if s is not None][:1]
     sharing = [s for s in chain if hasattr(s, "total_size") and hasattr(s, "dataset")]
     sampler = (sharing or chain[-1:])[0]
     while isinstance(dataset, data.Subset):

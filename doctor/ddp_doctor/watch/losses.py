@@ -27,6 +27,7 @@ class Losses:
         self.count = 0
         self.incoming: list[tuple[int, torch.Tensor]] = []
         self.world = False  # whether the program divides by a number that is named like world_size
+        self.rooted = False  # and whether it so divides what it calls backward() of
 
     def taken(self) -> list[tuple[int, float]]:
         found = [(index, float(grad.sum())) for index, grad in self.incoming]
@@ -73,6 +74,8 @@ def others(*args, reduction="mean", **kwargs):
 def seen(result: Any) -> bool:
     if isinstance(result, Raised) or not torch.is_grad_enabled() or result.dim():
         return False
+    if torch._C._functorch.is_functorch_wrapped_tensor(result):  # which has no value to look at
+        return False
     return LOOKS[0]()
 
 
@@ -87,6 +90,7 @@ def noted(result: torch.Tensor, **facts: Any) -> None:
 def divided() -> None:
     """Before a backward pass: whether a loss of the user's own is divided."""
     S.world = S.world or (bool(M.divisors) and divides_by_world())
+    S.rooted = bool(M.divisors) and any(rooted for _, _, rooted in functions())
 
 
 AFTER.append((divided, lambda: None))
@@ -94,26 +98,49 @@ AFTER.append((divided, lambda: None))
 
 def divides_by_world() -> bool:
     """Whether the user's functions on the stack do, and by no number that looks the same."""
+    found = functions()
+    return any(by_world for by_world, *_ in found) and not any(plain for _, plain, _ in found)
+
+
+def functions() -> list[tuple[bool, bool, bool]]:
+    """What the user's functions on the stack divide by."""
     frame, found = sys._getframe(1), []
     while frame and len(found) < 8:
         file = frame.f_code.co_filename
         if not foreign(file) and "site-packages" not in file and not file.startswith(LIBRARY):
             found.append(divisions(frame.f_code))
         frame = frame.f_back
-    return any(by_world for by_world, _ in found) and not any(plain for _, plain in found)
+    return found
 
 
 @functools.cache
-def divisions(code: CodeType) -> tuple[bool, bool]:
+def divisions(code: CodeType) -> tuple[bool, bool, bool]:
+    """Whether a function divides by world_size, by another number, and its loss by world_size."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
     except (OSError, SyntaxError):
-        return False, True  # unknown
-    parts = [n for n in ast.walk(tree) if isinstance(n, ast.BinOp | ast.AugAssign)]
-    by = [getattr(n, "right", getattr(n, "value", n)) for n in parts if isinstance(n.op, ast.Div)]
-    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
-    by += [n for n in calls if getattr(n.func, "attr", "") in ("div", "div_", "true_divide")]
+        return False, True, False  # unknown
+    nodes = [*ast.walk(tree)]
+    parts = [n for n in nodes if isinstance(n, ast.BinOp | ast.AugAssign)]
     sides = [getattr(n, "left", n) for n in parts if isinstance(n.op, ast.Mult)]
     sides += [getattr(n, "right", getattr(n, "value", n)) for n in parts]
     plain = [n for n in sides if isinstance(n, ast.Constant) and n.value in (0.5, 2, 3, 4)]
-    return any(WORLD.search(ast.unparse(n)) for n in by), bool(plain)
+    calls = [n for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
+    roots = [n.func.value for n in calls if n.func.attr == "backward"]
+    names = {n.id for n in roots if isinstance(n, ast.Name)}
+    for n in nodes:
+        targets = getattr(n, "targets", [getattr(n, "target", None)])
+        if any(isinstance(target, ast.Name) and target.id in names for target in targets):
+            roots.append(n if isinstance(n, ast.AugAssign) else getattr(n, "value", n))
+    return any(map(by_world, nodes)), bool(plain), any(map(by_world, roots))
+
+
+def by_world(node: ast.AST) -> bool:
+    """Whether the last that an expression does is to divide by world_size."""
+    divisor = None
+    if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.Div):
+        divisor = getattr(node, "right", getattr(node, "value", None))
+    elif isinstance(node, ast.Call):
+        name = getattr(node.func, "attr", "")
+        divisor = node if name in ("div", "div_", "true_divide") else None
+    return divisor is not None and bool(WORLD.search(ast.unparse(divisor)))

@@ -26,6 +26,8 @@ class Own:
         self.backwards = M.backwards
         self.kept: weakref.ref | None = None  # a parameter that has had a gradient
         self.zeroed, self.unzeroed = True, 0  # backward passes since gradients were zeroed
+        self.state: tuple | None = None  # of that parameter's gradient, before a backward pass
+        self.added = False  # whether a backward pass has changed it
         self.looked, self.order = False, 0
 
 
@@ -77,10 +79,17 @@ def zeroed() -> None:
         if kept is None or kept.grad is None or not kept.grad.any():
             own.zeroed, own.unzeroed = True, 0
         own.unzeroed += 1
+        own.state = state(kept)
+
+
+def state(p: torch.Tensor | None) -> tuple | None:
+    return None if p is None or p.grad is None else (p.grad.data_ptr(), p.grad._version)
 
 
 @careful
 def synced() -> None:
+    for own in OPT.own.values():
+        own.added = own.added or (own.kept and state(own.kept())) != own.state
     grads = {id(p): p.grad for o in OPT.made for g in o.param_groups for p in g["params"]}
     OPT.synced = content.digest({i: g for i, g in grads.items() if g is not None and plain(g)})
 
@@ -144,6 +153,8 @@ def before(optimizer: Any) -> None:
     own = OPT.own.of(optimizer)
     if own is None:
         own, OPT.count = OPT.own.put(optimizer, Own(OPT.count)), OPT.count + 1
+    if M.backwards == OPT.backwards:  # torch.func, or torch.autograd.grad()
+        loaders.backward()
     for start, _ in STEPPING:
         start(optimizer)
     own.looked = looks()
@@ -183,16 +194,17 @@ def note_before(optimizer: Any, own: Own) -> None:
         "synced": {n: OPT.synced[id(p)] for n, p in graded.items() if id(p) in OPT.synced},
         "options": [*map(options, optimizer.param_groups[:8])],
         "scale": scale,
-        "late": [n for n, p in graded.items() if id(p) in first and not first[id(p)][0]],
+        "late": [n for n in graded if n in wrapped and not first.get(id(wrapped[n]), (False,))[0]],
         "moved": [n for n in moved if id(graded[n]) in first],
         "outside": [n for n, p in graded.items() if id(p) not in inside],
         "idle": [n for n, p in ours.items() if p.requires_grad and p.grad is None],
         "lost": [n for n, p in wrapped.items() if p.grad is not None and id(p) not in optimized],
         "asleep": any(isinstance(layer, MODAL) for layer in asleep),
-        "stale": bool(more and kept is not None and kept.grad is not None and not own.zeroed),
+        "stale": bool(more and state(kept) and own.added and not own.zeroed),
         "incoming": [(i, grad / scale) for i, grad in losses.S.taken()],
         "world": losses.S.world,
         "divisors": M.divisors,
+        "rooted": losses.S.rooted,
         "graph": dict(M.graph),
         "sync": [*M.syncs][-count:] if count else [],
         "backwards": M.backwards - OPT.backwards,
@@ -207,6 +219,7 @@ def note_before(optimizer: Any, own: Own) -> None:
     graded_now = (p for p in ours.values() if p.grad is not None and not p.grad.is_sparse)
     some = next((p for p in graded_now if p.grad.any()), None)
     own.kept, own.zeroed, own.unzeroed = some if some is None else weakref.ref(some), False, 0
+    own.added = False
 
 
 def batches() -> int:

@@ -1,5 +1,6 @@
 """Learning-rate schedulers: how often they step, and the rate after a resume."""
 
+import inspect
 import weakref
 from collections import Counter
 from typing import Any
@@ -10,7 +11,7 @@ from ddp_doctor.watch.hooks import around, careful, where
 from ddp_doctor.watch.note import closing, note
 from ddp_doctor.watch.optimizers import OPT, STEPPING
 
-TOTALS = ("total_steps", "T_max", "num_training_steps")
+TOTALS = ("total_steps", "T_max", "num_training_steps", "max_steps", "t_total")
 
 
 class Own:
@@ -72,7 +73,10 @@ def total(scheduler: Any) -> int | None:
     own = vars(scheduler)
     given = [own.get(name) for name in TOTALS]
     for function in own.get("lr_lambdas") or ():
-        given += [(getattr(function, "keywords", None) or {}).get(name) for name in TOTALS]
+        names = getattr(function, "keywords", None) or {}
+        if inspect.isfunction(function):
+            names = inspect.getclosurevars(function).nonlocals
+        given += [names.get(name) for name in TOTALS]
     return next((int(value) for value in given if isinstance(value, int | float)), None)
 
 
