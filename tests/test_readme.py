@@ -36,11 +36,6 @@ def table(text: str, header: str) -> list[list[str]]:
     return [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows.splitlines()]
 
 
-PROGRAMS = table(README, r"script \| what is new")
-LAUNCH = "python -m torch.distributed.launch --nproc_per_node=2 ddp_torchrun.py 50 10"
-COMMANDS = [*(row[-1].strip("`") for row in PROGRAMS), LAUNCH]
-
-
 def test_the_change_that_readme_quotes_makes_your_loop():
     """A line with - is that of a loop for one device, so it is in neither."""
     (change,) = re.findall(r"```diff\n(.*?)```", README, re.S)
@@ -50,18 +45,12 @@ def test_the_change_that_readme_quotes_makes_your_loop():
 
 
 @pytest.mark.slow("real command lines")
-@pytest.mark.parametrize("command", COMMANDS)
-def test_the_command_runs(shell, fashion, tmp_path, command):
-    command = command.replace("=gpu", "=2")  # as README says for a CPU
-    if "docs/" in command:  # a program without options
-        assert "\nepoch 4: " in shell(command)
-        return
-    # multinode.py's is that of the first machine of two
-    command = command.replace("tcp://10.0.0.1:22225", f"file://{tmp_path}/store")
-    command = command.replace("--world-size 4", "--world-size 2")
-    assert " 50 10" in command
-    command = command.replace(" 50 10", f" 1 1 {' '.join(fashion(100, 10))}")
-    assert len(epochs(shell(command))) == 1
+def test_your_loop_and_the_older_launch_run(shell, fashion):
+    """The others of README's table: test_training.py."""
+    (command,) = re.findall(r"`(.* docs/your_loop.py)`", README)
+    assert "\nepoch 4: " in shell(command.replace("=gpu", "=2"))
+    launch = "python -m torch.distributed.launch --nproc_per_node=2 ddp_torchrun.py 1 1"
+    assert len(epochs(shell(f"{launch} {' '.join(fashion(100, 10))}"))) == 1
 
 
 @pytest.mark.slow("a real command line")

@@ -1,28 +1,35 @@
 """A script runs as it is copied, prints the tutorials' lines, and learns."""
 
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
 from helpers.hosts import require
-from helpers.jobs import ALONE, ROOT, SCRIPTS, Job, epochs, every_script
+from helpers.jobs import ROOT, SCRIPTS, Job, epochs, every_script
+
+README = (ROOT / "README.md").read_text()
 
 
 @every_script
 def test_a_copy_of_a_script_and_common_learns_and_prints(tmp_path, fashion, script):
-    """By the real command line, from another folder; what it prints on stderr would show, too."""
+    """By README's command, from another folder; what it prints on stderr would show, too."""
     project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
     elsewhere.mkdir()
     shutil.copytree(ROOT / "common", project / "common")
     shutil.copy(ROOT / script, project)
-    words = [sys.executable, project / script, 2, 1, *fashion(300, 50), "--batch-size", 8]
-    processes = 2 if script in ("ddp_spawn.py", "ddp_torchrun.py") else 1
-    if script == "ddp_torchrun.py":
-        words[:1] = [Path(sys.executable).parent / "torchrun", "--standalone", "--nproc_per_node=2"]
-    words += ALONE if script == "multinode.py" else ()
-    text = Job([*map(str, words)], elsewhere, {}).finish()
+    (command,) = re.findall(rf"`([^`]*\b{script} 50 10.*)` \|$", README, re.M)
+    command = command.replace("=gpu", "=2")  # as README says for a CPU
+    # multinode.py's is that of the first machine of two.
+    command = command.replace("--world-size 4", "--world-size 2")
+    command = command.replace("tcp://10.0.0.1:22225", f"file://{tmp_path}/store")
+    options = " ".join(["2 1", *fashion(300, 50), "--batch-size 8"])
+    command = command.replace(f"{script} 50 10", f"{project}/{script} {options}")
+    programs = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    text = Job(["bash", "-c", command], elsewhere, programs).finish()
+    processes = 2 if script in SCRIPTS[2:] else 1
     steps = 38 if processes == 1 else 19
     each = [f"[GPU{rank}] Epoch {{}} | Batchsize: 8 | Steps: {steps}" for rank in range(processes)]
     each.append("Epoch {} | Training checkpoint saved at checkpoint.pt")
