@@ -67,6 +67,7 @@ class Loader(Pass):
     shuffles: bool  # which shuffles in its own code
     distributed: bool
     shuffle: bool
+    settable: bool  # a sampler has set_epoch()
     random: bool  # drawn with replacement
     padded: int  # samples that the sampler repeats
     whole: bool  # drop_last
@@ -179,6 +180,7 @@ class Clip(Place):
     """Gradients are clipped."""
 
     norm: float
+    scale: float  # of a GradScaler that has not unscaled them yet
 
 
 class Scheduler(Place):

@@ -160,7 +160,8 @@ def repeated(events: list[Event], place: str, what: str, shuffled: bool) -> Foun
         return Found("same-order", place, what, remedy, "FOUND" if first["shuffles"] else "NOTE")
     if first["streams"] and first["shuffles"]:
         return Found("same-order", place, what, "seed its generator with seed + epoch")
-    if first["distributed"] and first["shuffle"] and shuffled:
+    forgotten = first["settable"] and not told
+    if shuffled and (forgotten or (first["distributed"] and first["shuffle"])):
         return Found("same-order", place, what, "call sampler.set_epoch(epoch) in each epoch")
     return Found("same-order", place, what, "shuffle them in each epoch", "NOTE")
 

@@ -40,8 +40,10 @@ def padded(job: Job, loader: Loader) -> Iterator[Found]:
     objects = any(e["name"].endswith("object") for e in after(job, rank, event))
     drawn = [job.drawn(e) for e in loader.values()] if {*loader} == {*job.ranks} else []
     twice = sum(map(len, drawn)) - len(seen := set().union(*drawn))
-    own = 0 < twice < len(seen) and not event["random"]  # and not all samples on all ranks
-    if own and not event["padded"] and not gathered and not objects:
+    # And not all samples on all ranks, nor other samples of the same numbers.
+    own = 0 < twice < len(seen) / 2 and not event["random"] and not event["padded"]
+    own = own and alike_on_all(job, loader).verdict in ("same", "unknown")
+    if own and not gathered and not objects:
         what = f"the ranks draw {twice} of {len(seen)} samples twice with {event['kinds'][1]}"
         yield Found("padded", event["place"], what, "do not count them again", "NOTE")
     if event["padded"] and not gathered and not objects:  # else they may be cut to the length

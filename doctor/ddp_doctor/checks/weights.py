@@ -191,6 +191,9 @@ def accumulation(job: Job) -> Iterator[Found]:
 
 
 def clipping(job: Job) -> Iterator[Found]:
+    for event in [e for e in job.of(job.first, "clip") if e["scale"] != 1][2:3]:
+        what = f"gradients are clipped while they are {event['scale']:g} times too large"
+        yield Found("clipping", event["where"], what, "call scaler.unscale_(optimizer) before it")
     clips: dict[tuple, list[Event]] = defaultdict(list)
     for rank in job.ranks:
         for event in job.of(rank, "clip"):

@@ -275,4 +275,13 @@ def note_after(optimizer: Any, own: Own) -> None:
 def clipped(*args, **kwargs):
     norm = yield
     if not isinstance(norm, Raised) and looks() and plain(norm):
-        note("clip", norm=float(norm), where=where())
+        note("clip", norm=float(norm), scale=scaled(), where=where())
+
+
+def scaled() -> float:
+    """By what a GradScaler has multiplied the gradients, and has not divided them again."""
+    scaler = OPT.scaler() if OPT.scaler else None
+    states = getattr(scaler, "_per_optimizer_states", {}).values()
+    if scaler is None or any(state["stage"].name == "UNSCALED" for state in states):
+        return 1.0
+    return scaler.get_scale()

@@ -8,10 +8,11 @@ from typing import Any
 from torch.optim import lr_scheduler
 
 from ddp_doctor.watch.hooks import around, careful, where
+from ddp_doctor.watch.losses import WORLD
 from ddp_doctor.watch.note import closing, note
 from ddp_doctor.watch.optimizers import OPT, STEPPING
 
-TOTALS = ("total_steps", "T_max", "num_training_steps", "max_steps", "t_total")
+TOTALS = ("total_steps", "T_max", "num_training_steps", "max_steps", "t_total", "total")
 
 
 class Own:
@@ -76,6 +77,7 @@ def total(scheduler: Any) -> int | None:
         names = getattr(function, "keywords", None) or {}
         if inspect.isfunction(function):
             names = inspect.getclosurevars(function).nonlocals
+        names = {} if any(map(WORLD.search, names)) else names  # it may count with it
         given += [names.get(name) for name in TOTALS]
     return next((int(value) for value in given if isinstance(value, int | float)), None)
 
