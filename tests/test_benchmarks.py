@@ -32,13 +32,11 @@ def test_the_committed_page_is_that_of_the_committed_figures():
 @pytest.mark.parametrize(
     ("part", "rows"),
     [
-        (1, r"an exception in one rank: .* \| [\d.]+ \|"),
         (2, r"2 \| [1-9][\d,]* \|.*\| [1-9][\d,]* \|"),
-        (3, r".* 0 found \| \d+ \|"),
         (4, rf"{in_turn.OURS}(?: --compile|, before)? \| [\d.]+ .*"),
     ],
 )
 def test_gpu_rehearses_its_parts_on_a_cpu(start, part, rows):
     words = ("--rehearse", "--before", ROOT, "--part", part)
     text = start("benchmarks/gpu.py", *words).finish(seconds=280)
-    assert len(re.findall(rf"^\| {rows}$", text, re.M)) == (1, 2, 1, 3)[part - 1], text
+    assert len(re.findall(rf"^\| {rows}$", text, re.M)) == {2: 2, 4: 3}[part], text

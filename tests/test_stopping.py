@@ -45,7 +45,6 @@ def end(job: Job, how: str) -> tuple[int, str]:
         pytest.param(SPAWN2, "SIGKILL of a parent with an ampersand", marks=SLOW),
         pytest.param((*SPAWN2, *WORKERS), "SIGTERM", marks=SLOW),
         pytest.param((*SPAWN2, *WORKERS), "SIGKILL of rank 1", marks=SLOW),
-        pytest.param((*TWO, *WORKERS), "SIGKILL of rank 1", marks=SLOW),
     ],
 )
 def test_a_job_ends_at_once_and_keeps_its_last_snapshot(start, tmp_path, fashion, launch, how):

@@ -17,7 +17,7 @@ from ddp_doctor.watch.optimizers import OPT, STEPPING, named, plain
 
 CALLS = "all_reduce reduce broadcast all_gather all_gather_object all_gather_into_tensor barrier "
 CALLS += "gather gather_object broadcast_object_list reduce_scatter_tensor scatter all_to_all"
-CALLS += " all_to_all_single reduce_scatter all_reduce_coalesced"
+CALLS += " all_to_all_single reduce_scatter all_reduce_coalesced send recv isend irecv"
 VALUES, LIMIT = 500, 20_000  # calls whose values are noted, and calls that are noted at all
 LIBRARIES = "torch.distributed.pipelining", "megatron.core"
 
