@@ -27,8 +27,9 @@ def test_a_copy_of_a_script_and_common_learns_and_prints(tmp_path, fashion, scri
     command = command.replace("tcp://10.0.0.1:22225", f"file://{tmp_path}/store")
     options = " ".join(["2 1", *fashion(300, 50), "--batch-size 8"])
     command = command.replace(f"{script} 50 10", f"{project}/{script} {options}")
-    programs = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    text = Job(["bash", "-c", command], elsewhere, programs).finish()
+    # Unbuffered, a line and its end are two writes, and another rank's may come between them.
+    env = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONUNBUFFERED": ""}
+    text = Job(["bash", "-c", command], elsewhere, env).finish()
     processes = 2 if script in SCRIPTS[2:] else 1
     steps = 38 if processes == 1 else 19
     each = [f"[GPU{rank}] Epoch {{}} | Batchsize: 8 | Steps: {steps}" for rank in range(processes)]

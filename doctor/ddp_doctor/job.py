@@ -74,8 +74,10 @@ class Job:
             return None
         calls = [] if models or "sharded" in self.topology else self.inner()
         steps = {event["step"] for event in calls if not event["backwards"] and event["step"]}
-        looked = {e["step"] for e in self.of(self.first, "before") if e["step"] and e["backwards"]}
-        if len(steps & looked) > len(looked) / 2:
+        last = max((event["step"] for event in calls), default=0)  # later ones are not noted
+        before = [e for e in self.of(self.first, "before") if e["backwards"]]
+        looked = {event["step"] for event in before if 0 < event["step"] <= last}
+        if len(looked) > 2 and len(steps & looked) > len(looked) / 2:
             return self.topology.get("groups") or "collectives of its own in the forward pass"
         return self.topology.get("groups") or ("models of their own" if self.alone else None)
 
@@ -122,15 +124,19 @@ class Job:
         every = [Counter(own.values()) for own in self.held.values()]
         found = {}
         for rank, held in self.held.items():
-            own = sorted(n for n, names in held.items() if len({c[names] for c in every}) == 1)
+            counts = {n: [c[names] for c in every] for n, names in held.items()}
+            same = {n: all(c) if self.status else min(c) == max(c) for n, c in counts.items()}
+            own = sorted(n for n in held if same[n])
             found[rank] = {number: index for index, number in enumerate(own)}
         return found
 
     @cached_property
     def torn(self) -> bool:
         """Whether the optimizers of several ranks hold what no other rank's hold."""
-        apart = [rank for rank, own in self.held.items() if {*own} != {*self.numbers[rank]}]
-        return len(apart) > 1 or (bool(apart) and not any(self.numbers.values()))
+        names = [{*own.values()} for own in self.held.values()]
+        common = set.intersection(*names) if names else set()
+        apart = [own for own in names if own - common]
+        return len(apart) > 1 or (bool(apart) and not common)
 
     def steps(self, rank: int | None, kind: str) -> dict[tuple, Event]:
         """The events before or after the steps that were looked at, by their places."""

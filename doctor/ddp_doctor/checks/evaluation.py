@@ -42,11 +42,12 @@ def padded(job: Job, loader: Loader) -> Iterator[Found]:
     twice = sum(map(len, drawn)) - len(seen := set().union(*drawn))
     # And not all samples on all ranks, nor other samples of the same numbers.
     own = 0 < twice < len(seen) / 2 and not event["random"] and not event["padded"]
-    own = own and alike_on_all(job, loader).verdict in ("same", "unknown")
+    own = own and job.others and alike_on_all(job, loader).verdict in ("same", "unknown")
     if own and not gathered and not objects:
         what = f"the ranks draw {twice} of {len(seen)} samples twice with {event['kinds'][1]}"
         yield Found("padded", event["place"], what, "do not count them again", "NOTE")
-    if event["padded"] and not gathered and not objects:  # else they may be cut to the length
+    dropped = any(drawn) and twice == 0  # by a sampler around it
+    if event["padded"] and not dropped and not gathered and not objects:  # or cut to the length
         what = f"{event['kinds'][1]} counts {event['padded']} of {event['size']} samples twice"
         yield Found("padded", event["place"], what, "take range(rank, n, world_size)")
 
@@ -108,6 +109,7 @@ def communicates(job: Job, loader: Loader) -> Iterator[Found]:
     rank, event = min(loader.items())
     here, lengths = [event["key"], event["number"]], [e["length"] for e in loader.values()]
     calls = [e for e in job.of(rank, "collective") if e["here"] == here]
+    calls = [e for e in calls if e["name"] not in ("send", "recv", "batch_isend_irecv")]
     end = job.end(rank, event)
     if len({*lengths}) > 1 and end and len(calls) + end["sent"] >= end["count"] > 0:
         what = f"the ranks evaluate {lengths} batches, and communicate in each"

@@ -29,15 +29,17 @@ def weights(job: Job) -> Iterator[Found]:
         if any(differing(one["weights"], two["weights"]) for _, one, two in pairs):
             yield Found("limits", "the model", what, "average them at the end, too", "NOTE")
         return
-    afters = {r: job.steps(r, "after") for r in job.ranks}
+    afters = {
+        (r, e["optimizer"], e["step"]): e["weights"] for r in job.ranks for e in job.of(r, "after")
+    }
     for rank, one, two in job.pairs("before"):
         if names := differing(one["weights"], two["weights"]):
             what = f"the weights of ranks {job.first} and {rank} differ before step {one['step']}"
             remedy = "wrap the model in DDP once they are loaded, and change none on one rank"
             yield told("weights", what, one["weights"], two["weights"], names, one, remedy)
             return
-        place = one["optimizer"], str(one["here"]), one["order"]
-        after, other = (afters[r].get(place, {"weights": {}})["weights"] for r in (job.first, rank))
+        sides = (job.first, one), (rank, two)
+        after, other = (afters.get((r, e["optimizer"], e["step"]), {}) for r, e in sides)
         if not (names := differing(after, other)):
             continue
         if one["options"] != two["options"]:
@@ -72,7 +74,8 @@ def skipped(job: Job) -> Iterator[Found]:
     for rank, one, two in job.pairs("before") if not job.grouped else ():
         micro = all(e["backwards"] == e["batches"] for e in (one, two))  # of unequal sizes
         micro = micro and sum(one["sync"]) == sum(two["sync"])
-        if one["batches"] != two["batches"] and one["optimizer"] == 0 and not micro:
+        main = job.numbers[job.first].get(one["optimizer"]) == 0
+        if one["batches"] != two["batches"] and main and not micro:
             late = rank if two["batches"] > one["batches"] else job.first
             what = f"before step {one['step']}, rank {late} takes no step for a batch"
             what += ", but another rank does"
@@ -96,7 +99,7 @@ def reason(job: Job, event: Event, other: Event, name: str) -> tuple[str, str, s
         why = "a rank changes them after the all-reduce"
         return "gradients-changed", why, "do the same on all ranks"
     around = event["backwards"] and not forwards and {*event["outside"]} >= event["grads"].keys()
-    if around and job.all("ddp") and "compiled" not in job.topology:
+    if around and "compiled" not in job.topology:
         remedy = "call DDP's model in each step, and make it once"
         return "not-through-ddp", "forward() did not go through DDP", remedy
     if name in event["outside"]:

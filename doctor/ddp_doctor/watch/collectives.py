@@ -17,7 +17,8 @@ from ddp_doctor.watch.optimizers import OPT, STEPPING, named, plain
 
 CALLS = "all_reduce reduce broadcast all_gather all_gather_object all_gather_into_tensor barrier "
 CALLS += "gather gather_object broadcast_object_list reduce_scatter_tensor scatter all_to_all"
-CALLS += " all_to_all_single reduce_scatter all_reduce_coalesced send recv isend irecv"
+CALLS += " all_to_all_single reduce_scatter all_reduce_coalesced send recv"
+BATCH = "batch_isend_irecv"  # whose P2POps compare isend with torch's own, so that is not watched
 VALUES, LIMIT = 500, 20_000  # calls whose values are noted, and calls that are noted at all
 LIBRARIES = "torch.distributed.pipelining", "megatron.core"
 
@@ -55,7 +56,8 @@ def called(name: str) -> Any:
     def call(*args, **kwargs):
         C.count, C.depth = C.count + 1, C.depth + 1  # one call may make others
         if C.depth == 1 and C.count < LIMIT:
-            noted(name, next((a for a in args if torch.is_tensor(a)), kwargs.get("tensor")))
+            parts = [getattr(op, "tensor", None) for op in (*args, [])[0]] if name == BATCH else args
+            noted(name, next((a for a in parts if torch.is_tensor(a)), kwargs.get("tensor")))
         yield
         C.depth -= 1
 
@@ -67,7 +69,7 @@ def noted(name: str, tensor: torch.Tensor | None) -> None:
     facts: dict[str, Any] = {"shape": None, "value": None, "weights": False}
     if tensor is not None:
         facts["shape"] = [*tensor.shape]
-        if C.count < VALUES and tensor.numel() == 1:
+        if C.count < VALUES and tensor.numel() == 1 and name != "recv":
             facts["value"] = float(tensor)
         elif C.count < VALUES:
             weights = (p for o in OPT.made for g in o.param_groups for p in g["params"])
@@ -80,7 +82,7 @@ for module in (dist, dist.distributed_c10d):
     around(module, "init_process_group")(group_made)
     around(module, "destroy_process_group")(group_ended)
     around(module, "new_group")(subgroup_made)
-    for name in CALLS.split():
+    for name in (*CALLS.split(), BATCH):
         around(module, name)(called(name))
 
 

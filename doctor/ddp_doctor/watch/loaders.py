@@ -144,7 +144,7 @@ def describe(own: Pass, loader: Any, iterator: Any) -> None:
         "shuffles": streams and shuffles(dataset),
         "distributed": isinstance(sampler, data.DistributedSampler) and sampler.num_replicas > 1,
         "shuffle": bool(getattr(sampler, "shuffle", False)),
-        "settable": any(hasattr(s, "set_epoch") for s in chain),
+        "settable": any(hasattr(s, "set_epoch") and getattr(s, "shuffle", 1) for s in chain),
         "random": bool(getattr(sampler, "replacement", False)),
         "padded": max(0, sampler.total_size - len(sampler.dataset)) if sharing else 0,
         "whole": any(getattr(s, "drop_last", False) for s in (loader, *chain)),

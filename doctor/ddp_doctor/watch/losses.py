@@ -127,10 +127,11 @@ def divisions(code: CodeType) -> tuple[bool, bool, bool]:
     plain = [n for n in sides if isinstance(n, ast.Constant) and n.value in (0.5, 2, 3, 4)]
     calls = [n for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
     roots = [n.func.value for n in calls if n.func.attr == "backward"]
-    names = {n.id for n in roots if isinstance(n, ast.Name)}
-    for n in nodes:
+    ends = {n.id: (n.lineno, n.col_offset) for n in roots if isinstance(n, ast.Name)}
+    for n in [n for n in nodes if isinstance(n, ast.stmt)]:
         targets = getattr(n, "targets", [getattr(n, "target", None)])
-        if any(isinstance(target, ast.Name) and target.id in names for target in targets):
+        names = {target.id for target in targets if isinstance(target, ast.Name)} & ends.keys()
+        if any((n.lineno, n.col_offset) < ends[name] for name in names):  # later, it is only shown
             roots.append(n if isinstance(n, ast.AugAssign) else getattr(n, "value", n))
     return any(map(by_world, nodes)), bool(plain), any(map(by_world, roots))
 

@@ -27,6 +27,7 @@ class Models:
     def __init__(self) -> None:
         # Of each, its parameters at first: {id: (trainable, type, device)}.
         self.facts: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        self.wrapped: set[int] = set()  # all parameters that any of them had at first
         self.moved: set[int] = set()  # parameters that had another type or device since then
         # And of the averages: a WeakSet would have another order on each rank.
         self.averages: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -54,6 +55,7 @@ def wrapped(self, module, *args, **kwargs):
             del facts[known]
     M.facts[self] = first
     M.moved -= first.keys()
+    M.wrapped |= first.keys()
     self._set_ddp_runtime_logging_sample_rate(RATE)
     device = next(module.parameters()).device
     name = f"{device} {os.environ.get('CUDA_VISIBLE_DEVICES', '')}"

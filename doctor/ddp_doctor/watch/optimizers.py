@@ -45,6 +45,7 @@ class Optimizers:
         self.last = (None, 0), 0  # the pass of the last step, and its batches
         self.synced: dict[int, tuple] = {}  # gradients at the end of the last backward pass
         self.scaler: Any = None
+        self.scaling: Any = None  # one that has multiplied a loss since its last update
 
 
 OPT = Optimizers()
@@ -108,9 +109,15 @@ def made(self, *args, **kwargs):
     OPT.made.add(self)
 
 
+@around(torch.amp.GradScaler, "scale")
+def scaled(self, *args, **kwargs):
+    OPT.scaling = weakref.ref(self) if self.is_enabled() else None
+    yield
+
+
 @around(torch.amp.GradScaler, "update")
 def scaler_updated(self, *args, **kwargs):
-    OPT.scaler = weakref.ref(self) if self.is_enabled() else None
+    OPT.scaler, OPT.scaling = weakref.ref(self) if self.is_enabled() else None, None
     yield
 
 
@@ -173,7 +180,7 @@ def note_before(optimizer: Any, own: Own) -> None:
     graded = {n: p for n, p in ours.items() if p.grad is not None}
     live = M.live()
     wrapped = {n: p for m in live for n, p in m.module.named_parameters()}
-    inside = {id(p) for p in wrapped.values()}
+    inside = {id(p) for m in live for p in m.module.parameters()}
     first = {i: facts for m in live for i, facts in M.facts[m].items()}
     optimized = {id(p) for o in OPT.made for g in o.param_groups for p in g["params"]}
     mine = {id(p) for p in graded.values()}
@@ -194,7 +201,7 @@ def note_before(optimizer: Any, own: Own) -> None:
         "synced": {n: OPT.synced[id(p)] for n, p in graded.items() if id(p) in OPT.synced},
         "options": [*map(options, optimizer.param_groups[:8])],
         "scale": scale,
-        "late": [n for n in graded if n in wrapped and not first.get(id(wrapped[n]), (False,))[0]],
+        "late": [n for n, p in graded.items() if id(p) in inside and late(p, first)],
         "moved": [n for n in moved if id(graded[n]) in first],
         "outside": [n for n, p in graded.items() if id(p) not in inside],
         "idle": [n for n, p in ours.items() if p.requires_grad and p.grad is None],
@@ -220,6 +227,11 @@ def note_before(optimizer: Any, own: Own) -> None:
     some = next((p for p in graded_now if p.grad.any()), None)
     own.kept, own.zeroed, own.unzeroed = some if some is None else weakref.ref(some), False, 0
     own.added = False
+
+
+def late(p: torch.Tensor, first: dict[int, tuple]) -> bool:
+    """Whether it was frozen when DDP was made, or was never in a model that DDP was made of."""
+    return not first[id(p)][0] if id(p) in first else id(p) not in M.wrapped
 
 
 def batches() -> int:
@@ -272,16 +284,17 @@ def note_after(optimizer: Any, own: Own) -> None:
 # --- clipping
 @around(torch.nn.utils, "clip_grad_norm_")
 @around(clip_grad, "clip_grad_norm_")
-def clipped(*args, **kwargs):
+def clipped(parameters, max_norm, *args, **kwargs):
     norm = yield
     if not isinstance(norm, Raised) and looks() and plain(norm):
-        note("clip", norm=float(norm), scale=scaled(), where=where())
+        scale = multiplied() if float(max_norm) < float(norm) else 1.0
+        scale = scale if float(max_norm) < scale else 1.0  # else it may be multiplied, too
+        note("clip", norm=float(norm), scale=scale, where=where())
 
 
-def scaled() -> float:
-    """By what a GradScaler has multiplied the gradients, and has not divided them again."""
-    scaler = OPT.scaler() if OPT.scaler else None
+def multiplied() -> float:
+    """By what a GradScaler has multiplied the gradients, if it has not divided them again."""
+    scaler = OPT.scaling() if OPT.scaling else None
     states = getattr(scaler, "_per_optimizer_states", {}).values()
-    if scaler is None or any(state["stage"].name == "UNSCALED" for state in states):
-        return 1.0
-    return scaler.get_scale()
+    ready = scaler is not None and all(state["stage"].name == "READY" for state in states)
+    return scaler.get_scale() if ready else 1.0

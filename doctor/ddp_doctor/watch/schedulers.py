@@ -1,6 +1,7 @@
 """Learning-rate schedulers: how often they step, and the rate after a resume."""
 
-import inspect
+import contextlib
+import re
 import weakref
 from collections import Counter
 from typing import Any
@@ -8,11 +9,12 @@ from typing import Any
 from torch.optim import lr_scheduler
 
 from ddp_doctor.watch.hooks import around, careful, where
-from ddp_doctor.watch.losses import WORLD
 from ddp_doctor.watch.note import closing, note
 from ddp_doctor.watch.optimizers import OPT, STEPPING
 
 TOTALS = ("total_steps", "T_max", "num_training_steps", "max_steps", "t_total", "total")
+COUNTS = re.compile(r"world|gpu|ranks|replicas|epoch|loader|len", re.I)
+LARGEST = 10**12
 
 
 class Own:
@@ -74,12 +76,23 @@ def total(scheduler: Any) -> int | None:
     own = vars(scheduler)
     given = [own.get(name) for name in TOTALS]
     for function in own.get("lr_lambdas") or ():
-        names = getattr(function, "keywords", None) or {}
-        if inspect.isfunction(function):
-            names = inspect.getclosurevars(function).nonlocals
-        names = {} if any(map(WORLD.search, names)) else names  # it may count with it
+        names = getattr(function, "keywords", None) or closure(function)
         given += [names.get(name) for name in TOTALS]
-    return next((int(value) for value in given if isinstance(value, int | float)), None)
+    numbers = [n for n in given if isinstance(n, int | float) and 1 < n < LARGEST]
+    return next(map(int, numbers), None)
+
+
+def closure(function: Any) -> dict[str, Any]:
+    """The variables of a function around this one, unless it counts with more than steps."""
+    code = getattr(function, "__code__", None)
+    names = code.co_freevars if code else ()
+    if any(COUNTS.search(name) for name in (*names, *(code.co_names if code else ()))):
+        return {}
+    found = {}
+    for name, cell in zip(names, getattr(function, "__closure__", None) or (), strict=False):
+        with contextlib.suppress(ValueError):  # it is empty
+            found[name] = cell.cell_contents
+    return found
 
 
 @careful
