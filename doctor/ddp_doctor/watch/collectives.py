@@ -56,7 +56,8 @@ def called(name: str) -> Any:
     def call(*args, **kwargs):
         C.count, C.depth = C.count + 1, C.depth + 1  # one call may make others
         if C.depth == 1 and C.count < LIMIT:
-            parts = [getattr(op, "tensor", None) for op in (*args, [])[0]] if name == BATCH else args
+            batch = (*args, [])[0] if name == BATCH else []
+            parts = [*args, *(getattr(op, "tensor", None) for op in batch)]
             noted(name, next((a for a in parts if torch.is_tensor(a)), kwargs.get("tensor")))
         yield
         C.depth -= 1
