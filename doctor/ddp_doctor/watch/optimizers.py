@@ -179,7 +179,7 @@ def note_before(optimizer: Any, own: Own) -> None:
     ours = {n: p for n, p in names.items() if plain(p)}
     graded = {n: p for n, p in ours.items() if p.grad is not None}
     live = M.live()
-    wrapped = {n: p for m in live for n, p in m.module.named_parameters()}
+    tuned = {n: p for m in live for n, p in m.module.named_parameters() if p.requires_grad}
     inside = {id(p) for m in live for p in m.module.parameters()}
     first = {i: facts for m in live for i, facts in M.facts[m].items()}
     optimized = {id(p) for o in OPT.made for g in o.param_groups for p in g["params"]}
@@ -205,7 +205,7 @@ def note_before(optimizer: Any, own: Own) -> None:
         "moved": [n for n in moved if id(graded[n]) in first],
         "outside": [n for n, p in graded.items() if id(p) not in inside],
         "idle": [n for n, p in ours.items() if p.requires_grad and p.grad is None],
-        "lost": [n for n, p in wrapped.items() if p.grad is not None and id(p) not in optimized],
+        "lost": [n for n, p in tuned.items() if p.grad is not None and id(p) not in optimized],
         "asleep": any(isinstance(layer, MODAL) for layer in asleep),
         "stale": bool(more and state(kept) and own.added and not own.zeroed),
         "incoming": [(i, grad / scale) for i, grad in losses.S.taken()],
