@@ -9,6 +9,7 @@ must end with the same status, print the same and write the same files.
 import argparse
 import hashlib
 import os
+import random
 import runpy
 import socket
 import sys
@@ -18,6 +19,8 @@ import time
 import traceback
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
@@ -44,6 +47,8 @@ def rank_of(number: int, program: Path, folder: Path, env: dict[str, str]) -> in
         os.chdir(folder)
         if "DDP_DOCTOR_FOLDER" in env:
             import ddp_doctor.watch  # noqa: F401
+        random.seed(number)  # so that both runs draw the same
+        np.random.seed(number)
         sys.argv = [str(program)]
         runpy.run_path(str(program), run_name="__main__")
         status = 0

@@ -1,6 +1,6 @@
 """Right programs do under the doctor what they do without it: status, printed lines, files.
 
-record.py compares all programs of programs.txt so, when their events are recorded.
+The programs of programs.txt: test_checks.py.
 """
 
 import os
