@@ -58,11 +58,3 @@ def test_a_download_that_fails(monkeypatch, tmp_path):
     (idx_files(tmp_path, 100, 10) / "FashionMNIST/raw/t10k-labels-idx1-ubyte").unlink()
     for name in DATASETS[1:]:
         data_error(name, tmp_path, "<urlopen error no network>")
-
-
-@pytest.mark.slow("a real command line")
-def test_each_rank_says_so(run, tmp_path):
-    """With status 1. Of ddp_spawn.py, the traceback of its parent follows."""
-    (tmp_path / "data").touch()
-    text = run("ddp_spawn.py", "--dataset", "mnist", status=1)
-    assert re.search("^error: cannot load MNIST from data ", text, re.M) and "Epoch " not in text

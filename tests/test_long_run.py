@@ -1,6 +1,5 @@
 """recipes/long_run.py: what it has beyond the five. Micro-batches: test_same_job.py."""
 
-import os
 import re
 import signal
 from datetime import timedelta
@@ -265,21 +264,3 @@ def test_a_rank_with_another_option_or_data_set(do, monkeypatch):
     assert line({"train_size": 3}, {}) == "train_size is 3 on rank 0, and 40 on rank 1"
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
         line({}, dict.fromkeys(("data_dir", "snapshot_path", "num_workers"), "another"))
-
-
-@pytest.mark.slow("a real torchrun")
-def test_a_stop_by_sigterm_saves_and_goes_on_with_the_same_bytes(start, tmp_path, fashion):
-    """With workers, which torchrun sends a SIGTERM, too."""
-    options = (1, *fashion(800, 10), "--batch-size", 8, "--log-interval", 1)
-    train(tmp_path, SCRIPT, 2, *options, "--snapshot-path", "whole.pt")
-    job = start(LAUNCH.format(2), *options, "--num-workers", 2, LADDER_SLOW="0:0.1")
-    job.wait_for(r"Epoch 0 \| Step 12 ")
-    os.kill(job.process.pid, signal.SIGTERM)
-    text = job.finish(1)
-    assert text.count(f"{STOPPED}\n") == 2 and "forcefully" not in text
-    ((step, _),) = SAVED.findall(text)
-    assert int(step) in range(12, 20) and SCRIPT + '", line' not in text, text
-    stopped, whole = load(tmp_path / "checkpoint.pt"), load(tmp_path / "whole.pt")
-    assert stopped["samples_seen"] == 16 * int(step) and not same_bytes(stopped, whole)
-    train(tmp_path, SCRIPT, 2, *options, "--resume")
-    assert same_bytes(load(tmp_path / "checkpoint.pt"), whole)

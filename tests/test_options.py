@@ -73,6 +73,11 @@ def test_every_option_has_a_row_and_a_default(parse, script):
     assert (args.dataset, args.data_dir, args.snapshot_path) == ("digits", "data", "checkpoint.pt")
 
 
+@pytest.mark.parametrize("typed", ["--local-rank=1", "--local_rank=1"])
+def test_torch_distributed_launch_may_add_an_option(parse, typed):
+    assert parse(TORCHRUN, typed, 50, 10)[1].total_epochs == 50
+
+
 # --- on a machine with four GPUs -----------------------------------------------------------------
 
 

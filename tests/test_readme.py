@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import hosts
 from helpers.jobs import ROOT, SCRIPTS, epochs
+from helpers.ranks import train
 from torch.distributed.run import get_args_parser
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")])
@@ -44,13 +45,11 @@ def test_the_change_that_readme_quotes_makes_your_loop():
         assert (line[1:] in code) is (line[0] in " +"), line
 
 
-@pytest.mark.slow("real command lines")
-def test_your_loop_and_the_older_launch_run(shell, fashion):
+@pytest.mark.slow("a real command line")
+def test_your_loop_runs(shell):
     """The others of README's table: test_training.py."""
     (command,) = re.findall(r"`(.* docs/your_loop.py)`", README)
     assert "\nepoch 4: " in shell(command.replace("=gpu", "=2"))
-    launch = "python -m torch.distributed.launch --nproc_per_node=2 ddp_torchrun.py 1 1"
-    assert len(epochs(shell(f"{launch} {' '.join(fashion(100, 10))}"))) == 1
 
 
 @pytest.mark.slow("a real command line")
@@ -62,12 +61,16 @@ def test_the_doctor_says_what_readme_quotes(shell, tmp_path):
     assert f"\n{quoted}\n" in shell(f"{command.replace('PATH', str(ROOT))} || [ $? = 1 ]")
 
 
-@pytest.mark.slow("real command lines, one after the other")
-def test_the_commands_of_reference(shell, fashion):
-    page = REFERENCE.replace("--device cpu", f"--device cpu {' '.join(fashion(100, 10))}")
-    resumed, restarted = re.findall(r"```bash\n(.*?)```", page, re.S)
-    assert [line["epoch"] for line in epochs(shell(resumed))] == [0, 1, 2]
-    assert [line["epoch"] for line in epochs(shell(restarted))] == [3]
+def test_the_commands_of_reference(tmp_path, fashion):
+    """Four ranks train, two go on, and then the recipe does."""
+    commands = re.findall(r"^(python|torchrun .*) (\S+\.py) (\d.*)$", REFERENCE, re.M)
+    trained = []
+    for launch, script, words in commands:
+        (processes,) = re.findall(r"--nproc[-_]per[-_]node[ =](\d)", f"{launch} {words}")
+        text = train(tmp_path, script, int(processes), *words.split(), *fashion(96, 10))
+        trained.append((script, processes, [line["epoch"] for line in epochs(text)]))
+    spawned = [("ddp_spawn.py", "4", [0, 1]), ("ddp_spawn.py", "2", [2])]
+    assert trained == [*spawned, (LONG_RUN, "2", [3])]
 
 
 def test_the_lines_that_steps_quotes_are_in_the_scripts():

@@ -1,4 +1,4 @@
-"""A signal, an error or the death of a process ends the whole job, and nobody is left.
+"""A signal or an error ends the whole job, and nobody is left. A rank's death: test_faults.py.
 
 STARTS=30 .venv/bin/pytest -m slow tests/test_stopping.py     (3 without the variable)
 
@@ -13,49 +13,23 @@ import time
 
 import pytest
 from helpers.files import load
-from helpers.jobs import SPAWN2, TORCHRUN, Job
+from helpers.jobs import SPAWN2, TORCHRUN
 
-TWO = (TORCHRUN.format(2),)
-WORKERS = ("--num-workers", 1)
 SLOW = pytest.mark.slow("as slow as the others, and less usual")
 
 
-def end(job: Job, how: str) -> tuple[int, str]:
-    """The status that the job ends with then, and what it says."""
-    pid, torchrun = job.process.pid, "torchrun" in job.command[0]
-    if how == "SIGKILL of rank 1":
-        os.kill(job.workers()[1], signal.SIGKILL)
-        return 1, "=====" if torchrun else "process 1 terminated with signal SIGKILL"
-    if how.startswith("SIGKILL of "):
-        os.kill(pid, signal.SIGKILL)
-        return -signal.SIGKILL, ""
-    if how == "Ctrl-C":
-        os.killpg(pid, signal.SIGINT)
-    else:
-        os.kill(pid, signal.SIGTERM)
-    return (1, "SignalException: Process") if torchrun else (-2, "KeyboardInterrupt")
-
-
 @pytest.mark.parametrize(
-    ("launch", "how"),
-    [
-        (SPAWN2, "Ctrl-C"),
-        (SPAWN2, "SIGKILL of the parent"),
-        (TWO, "SIGTERM"),
-        pytest.param(SPAWN2, "SIGKILL of a parent with an ampersand", marks=SLOW),
-        pytest.param((*SPAWN2, *WORKERS), "SIGTERM", marks=SLOW),
-        pytest.param((*SPAWN2, *WORKERS), "SIGKILL of rank 1", marks=SLOW),
-    ],
+    ("how", "workers"), [("SIGKILL", 0), pytest.param("SIGTERM", 1, marks=SLOW)]
 )
-def test_a_job_ends_at_once_and_keeps_its_last_snapshot(start, tmp_path, fashion, launch, how):
-    """Ranks, and their loaders' workers, also while the others wait in an all-reduce."""
-    script, *options = launch
-    if "ampersand" in how:  # the shell lets such a job ignore SIGINT, which torch sends its ranks
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-    job = start(script, 999, *options, *fashion(200, 10))
+def test_a_job_ends_at_once_and_keeps_its_last_snapshot(start, tmp_path, fashion, how, workers):
+    """Its ranks end, their loaders' workers, and those that wait in an all-reduce. The shell lets a
+    job with an ampersand ignore SIGINT, which torch sends the ranks of a parent that was killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    job = start(*SPAWN2, 999, "--num-workers", workers, *fashion(200, 10))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     job.wait_for(r"Epoch 1 \| Batchsize: ")
-    status, said = end(job, how)
+    os.kill(job.process.pid, signal.Signals[how])
+    status, said = {"SIGKILL": (-signal.SIGKILL, ""), "SIGTERM": (-2, "KeyboardInterrupt")}[how]
     text = job.finish(status, seconds=30)
     assert said in text
     # It may have been saved, and not yet said.
@@ -73,10 +47,9 @@ def test_a_stop_while_another_rank_hangs(start, fashion):
     job.finish(-2, seconds=25)
 
 
-@pytest.mark.parametrize("launch", [pytest.param(SPAWN2, marks=SLOW), TWO])
-def test_an_exception_of_any_rank_ends_all_with_its_traceback(run, fashion, launch):
-    text = run(*launch, 9, *fashion(100, 10), status=1, LADDER_RAISE="1:5")
-    _, _, report = text.partition("Root Cause (first" if launch is TWO else "-- Process 1")
+def test_an_exception_of_rank_1_is_in_the_report_of_torchrun(run, fashion):
+    text = run(TORCHRUN.format(2), 9, *fashion(100, 10), status=1, LADDER_RAISE="1:5")
+    _, _, report = text.partition("Root Cause (first")
     assert "in train_epoch" in report and "ArithmeticError: the test's own" in report, text
     assert "Epoch 3 " not in text
 
