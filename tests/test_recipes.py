@@ -268,7 +268,7 @@ def test_gpt_learns_to_continue_a_text(resumed, recipe, tmp_path):
     tiny = partial(re.sub, "width=128, heads=4, layers=4", "width=16, heads=2, layers=2")
     given = ("--data-dir", ".", "--lr", 0.01)
     resumed("gpt", edit=tiny, arguments=given)
-    options = (20, 20, *given, "--batch-size", 4, "--snapshot-path", "learned.pt")
+    options = (30, 30, *given, "--batch-size", 4, "--snapshot-path", "learned.pt")
     path = recipe("gpt", edit=tiny)
     printed = train(tmp_path, path, 2, *options)
     assert 80 < epochs(printed)[-1]["accuracy"] <= 100 and printed.count(" wood") > 5
