@@ -33,8 +33,8 @@ class Run:
         self.shared = shared.resolve() if shared else None
         if shared and any(shared.glob(f"*/{ENDED}")):
             raise Error(f"{shared} has notes of an earlier run: give an empty folder")
-        self.home = make_home(Path.cwd())
         self.folder = Path(tempfile.mkdtemp(prefix="ddp-doctor-", dir=self.shared))
+        self.home = make_home(Path.cwd())
         self.owner = open(self.home / "alive", "w")  # noqa: SIM115
         fcntl.flock(self.owner, fcntl.LOCK_SH)  # nobody else restores meanwhile
         self.start = json.loads((self.home / "journal.jsonl").read_text())["start"]

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from conftest import PACKAGE
 
+from ddp_doctor.restore import leftovers
+
 CHANGES = """
 import os, shutil, sys, time
 shutil.rmtree("runs")
@@ -83,6 +85,7 @@ def test_what_cannot_be_run(work: Path, words: list[str], line: str) -> None:
     assert status == 2
     assert line in error
     assert "Traceback" not in error
+    assert not leftovers(work)
 
 
 def test_explain(work: Path) -> None:
