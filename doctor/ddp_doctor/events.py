@@ -143,7 +143,7 @@ class Before(Place):
     optimizer: int
     order: int  # the optimizer's step within the pass
     names: list[str]
-    weights: Sums  # before the first step of a pass, or of a model in DDP
+    weights: Sums
     grads: Sums
     synced: Sums  # the gradients at the end of the last backward pass
     options: list[dict[str, Any]]

@@ -126,9 +126,13 @@ def inputs(job: Job) -> Iterator[Found]:
     mine = rows[job.first]
     different = {str(row) for batch in mine for row in batch}
     if len(different) > 1 and any(mine == rows[rank] for rank in job.others):
+        what, place = "the ranks get the same inputs", job.of(job.first, "forward")[0]["where"]
+        if len(mine) > 1 and all(batch == mine[0] for batch in mine):
+            what, remedy = f"{what} in each step", "give each its share, unless its loss has one"
+            yield Found("not-sharded", place, what, remedy, "NOTE")
+            return
         remedy = "seed each rank with its own number before it draws a batch"
-        place = job.of(job.first, "forward")[0]["where"]
-        yield Found("not-sharded", place, "the ranks get the same inputs", remedy)
+        yield Found("not-sharded", place, what, remedy)
 
 
 def order(job: Job) -> Iterator[Found]:

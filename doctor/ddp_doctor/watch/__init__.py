@@ -10,5 +10,6 @@ from ddp_doctor.watch import (  # noqa: F401
     optimizers,
     pace,
     randomness,
+    scaling,
     schedulers,
 )

@@ -10,10 +10,11 @@ from torch.distributed import device_mesh
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from ddp_doctor.watch import content
 from ddp_doctor.watch.hooks import Raised, around, careful, where
 from ddp_doctor.watch.models import M
 from ddp_doctor.watch.note import begin, close, note
-from ddp_doctor.watch.optimizers import OPT, STEPPING, named, plain
+from ddp_doctor.watch.optimizers import OPT, STEPPING, named
 
 CALLS = "all_reduce reduce broadcast all_gather all_gather_object all_gather_into_tensor barrier "
 CALLS += "gather gather_object broadcast_object_list reduce_scatter_tensor scatter all_to_all"
@@ -137,7 +138,7 @@ def looked(optimizer: Any) -> None:
     parameters = [*named(optimizer).values()]
     if any(hasattr(p, "_fsdp_flattened") for p in parameters):
         told("sharded", "FullyShardedDataParallel")
-    if not all(map(plain, parameters)):
+    if not all(map(content.plain, parameters)):
         told("sharded", "fully_shard or a tensor's placement")
         placements = [str(getattr(p, "placements", "")) for p in parameters]
         if any(text != "(Shard(dim=0),)" for text in placements):  # fully_shard has these alone

@@ -17,6 +17,11 @@ def crc(thing: object) -> int:
     return zlib.crc32(thing if isinstance(thing, bytes) else repr(thing).encode())
 
 
+def plain(tensor: torch.Tensor) -> bool:
+    """Whether it holds numbers, and all of them."""
+    return type(tensor.data).__name__ != "DTensor" and not tensor.is_meta
+
+
 def digest(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[int, float]]:
     """Of each tensor, by name: a checksum of its bits, and its norm, which people can compare."""
     found = {}

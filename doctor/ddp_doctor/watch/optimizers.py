@@ -1,4 +1,4 @@
-"""Optimizers and schedulers: gradients and weights around the first steps, and learning rates."""
+"""Optimizers: gradients and weights around the first steps."""
 
 import os
 import weakref
@@ -6,11 +6,10 @@ from collections import Counter
 from typing import Any
 
 import torch
-from torch.nn.utils import clip_grad
 from torch.optim import optimizer as optimizers
 
-from ddp_doctor.watch import content, loaders, losses, models
-from ddp_doctor.watch.hooks import Raised, around, careful, where
+from ddp_doctor.watch import content, loaders, losses, models, scaling
+from ddp_doctor.watch.hooks import around, careful, where
 from ddp_doctor.watch.models import AFTER, LOOKS, MODAL, M
 from ddp_doctor.watch.note import begin, context, note
 
@@ -41,11 +40,11 @@ class Optimizers:
         self.steps = self.count = 0
         self.orders: Counter = Counter()  # steps in each of the first passes
         self.epochs: dict[Any, list] = {}  # the first passes of each loader that trains
-        self.syncs = self.backwards = self.models = 0  # what the models had made at the last step
+        self.syncs = self.backwards = 0  # what the models had made at the last step
         self.last = (None, 0), 0  # the pass of the last step, and its batches
+        self.tuned: set[frozenset] = set()  # which parameters were trained together
+        self.other = (None, 0), False  # the present pass, and whether it trains others
         self.synced: dict[int, tuple] = {}  # gradients at the end of the last backward pass
-        self.scaler: Any = None
-        self.scaling: Any = None  # one that has multiplied a loss since its last update
 
 
 OPT = Optimizers()
@@ -61,7 +60,9 @@ def looks() -> bool:
     """Whether gradients, weights and random numbers are looked at in the coming step."""
     key, number = here()
     seen = OPT.epochs.get(key, [])
-    if (number not in seen and len(seen) > 1) or len(OPT.epochs) > 8:
+    if number not in seen and len(seen) > 1 and OPT.other[0] != (key, number):
+        OPT.other = (key, number), tuned() not in OPT.tuned  # in a later epoch
+    if (number not in seen and len(seen) > 1 and not OPT.other[1]) or len(OPT.epochs) > 8:
         return False
     limit = FIRST if number in seen[:1] or not seen else SECOND
     made = [n for (k, i, _), n in OPT.orders.items() if (k, i) == (key, number)]
@@ -70,6 +71,12 @@ def looks() -> bool:
 
 
 LOOKS.append(looks)
+
+
+def tuned() -> frozenset:
+    mine = [p for o in OPT.made for group in o.param_groups for p in group["params"]]
+    mine += [p for m in M.live() for p in m.parameters()]
+    return frozenset(id(p) for p in mine if p.requires_grad)
 
 
 # --- around a backward pass
@@ -92,14 +99,12 @@ def synced() -> None:
     for own in OPT.own.values():
         own.added = own.added or (own.kept and state(own.kept())) != own.state
     grads = {id(p): p.grad for o in OPT.made for g in o.param_groups for p in g["params"]}
-    OPT.synced = content.digest({i: g for i, g in grads.items() if g is not None and plain(g)})
+    OPT.synced = content.digest(
+        {i: g for i, g in grads.items() if g is not None and content.plain(g)}
+    )
 
 
 AFTER.append((zeroed, synced))
-
-
-def plain(tensor: torch.Tensor) -> bool:
-    return type(tensor.data).__name__ != "DTensor" and not tensor.is_meta
 
 
 # --- a step
@@ -107,18 +112,6 @@ def plain(tensor: torch.Tensor) -> bool:
 def made(self, *args, **kwargs):
     yield
     OPT.made.add(self)
-
-
-@around(torch.amp.GradScaler, "scale")
-def scaled(self, *args, **kwargs):
-    OPT.scaling = weakref.ref(self) if self.is_enabled() else None
-    yield
-
-
-@around(torch.amp.GradScaler, "update")
-def scaler_updated(self, *args, **kwargs):
-    OPT.scaler, OPT.scaling = weakref.ref(self) if self.is_enabled() else None, None
-    yield
 
 
 def pre_hook(optimizer, args, kwargs):
@@ -170,13 +163,14 @@ def before(optimizer: Any) -> None:
         seen = OPT.epochs.setdefault(key, [])
         seen += [number] if number not in seen else []
         own.order = OPT.orders[key, number, own.number]
+        OPT.tuned.add(tuned())
         note_before(optimizer, own)
 
 
 @careful
 def note_before(optimizer: Any, own: Own) -> None:
     names = named(optimizer)
-    ours = {n: p for n, p in names.items() if plain(p)}
+    ours = {n: p for n, p in names.items() if content.plain(p)}
     graded = {n: p for n, p in ours.items() if p.grad is not None}
     live = M.live()
     tuned = {n: p for m in live for n, p in m.module.named_parameters() if p.requires_grad}
@@ -187,8 +181,7 @@ def note_before(optimizer: Any, own: Own) -> None:
     both = [m.module for m in live if {id(p) for p in m.module.parameters()} & mine]
     asleep = [layer for m in both if not m.training for layer in m.modules()]
     more = M.backwards > own.backwards  # since this optimizer's last step
-    kept, scaler = own.kept() if own.kept else None, OPT.scaler() if OPT.scaler else None
-    scale = scaler.get_scale() if scaler is not None else 1.0
+    kept, scale = own.kept() if own.kept else None, scaling.scale()
     kinds = {n: first.get(id(p), (0, 0, 0))[1:] for n, p in graded.items()}
     moved = [n for n, p in graded.items() if id(p) in M.moved or kinds[n] != models.kind(p)]
     count = M.forwards - OPT.syncs
@@ -196,7 +189,7 @@ def note_before(optimizer: Any, own: Own) -> None:
         "optimizer": own.number,
         "order": own.order,
         "names": [*names],
-        "weights": content.digest(ours) if own.order == 0 or OPT.models != M.made else {},
+        "weights": content.digest(ours),
         "grads": content.digest({n: p.grad for n, p in graded.items()}),
         "synced": {n: OPT.synced[id(p)] for n, p in graded.items() if id(p) in OPT.synced},
         "options": [*map(options, optimizer.param_groups[:8])],
@@ -267,7 +260,7 @@ def after(optimizer: Any) -> None:
     elif models.B.original and all(len(seen) > 1 for seen in OPT.epochs.values()):
         models.B.rest()
     own.backwards, own.steps, OPT.steps = M.backwards, own.steps + 1, OPT.steps + 1
-    OPT.syncs, OPT.backwards, OPT.models = M.forwards, M.backwards, M.made
+    OPT.syncs, OPT.backwards = M.forwards, M.backwards
     OPT.last = here(), loaders.L.here.count if loaders.L.here else 0
     losses.S.taken()
     M.graph.clear()
@@ -277,24 +270,5 @@ def after(optimizer: Any) -> None:
 
 @careful
 def note_after(optimizer: Any, own: Own) -> None:
-    ours = {n: p for n, p in named(optimizer).items() if plain(p)}
+    ours = {n: p for n, p in named(optimizer).items() if content.plain(p)}
     note("after", optimizer=own.number, order=own.order, weights=content.digest(ours))
-
-
-# --- clipping
-@around(torch.nn.utils, "clip_grad_norm_")
-@around(clip_grad, "clip_grad_norm_")
-def clipped(parameters, max_norm, *args, **kwargs):
-    norm = yield
-    if not isinstance(norm, Raised) and looks() and plain(norm):
-        scale = multiplied() if float(max_norm) < float(norm) else 1.0
-        scale = scale if float(max_norm) < scale else 1.0  # else it may be multiplied, too
-        note("clip", norm=float(norm), scale=scale, where=where())
-
-
-def multiplied() -> float:
-    """By what a GradScaler has multiplied the gradients, if it has not divided them again."""
-    scaler = OPT.scaling() if OPT.scaling else None
-    states = getattr(scaler, "_per_optimizer_states", {}).values()
-    ready = scaler is not None and all(state["stage"].name == "READY" for state in states)
-    return scaler.get_scale() if ready else 1.0
