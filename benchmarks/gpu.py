@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--before", type=Path, help="a clone of an older version, to run beside")
     parser.add_argument("--rehearse", action="store_true", help="tiny networks, also on a CPU")
     args = parser.parse_args()
-    found = torch.accelerator.current_accelerator(check_available=True)
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if not found and not args.rehearse:
         sys.exit(f"error: benchmarks/gpu.py needs a GPU, and torch finds none here: {no_gpu()}")
     args.device = found.type if found else "cpu"

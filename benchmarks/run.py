@@ -224,7 +224,7 @@ def commit(folder: Path) -> str:
 def machine() -> dict[str, str]:
     found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    gpu = torch.accelerator.current_accelerator(check_available=True)
+    gpu = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     named = getattr(torch.get_device_module(gpu), "get_device_name", None) if gpu else None
     versions = {"Python": platform.python_version(), "torch": torch.__version__}
     for package in ("torchvision", "lightning-fabric", "accelerate"):

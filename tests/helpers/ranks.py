@@ -53,8 +53,9 @@ def one_rank(rank: int, folder: Path, script: str, words: list, dtype: str, env:
     os.dup2(output, 2)
     torch.set_default_dtype(getattr(torch, dtype or "float32"))
     torch.set_num_threads(1)
-    end = dist.destroy_process_group  # pytorch#154976: up to 2.7, it may hang while gloo tidies up
-    dist.destroy_process_group = lambda *group: (time.sleep(0.2), end(*group))
+    if torch.__version__ < "2.8":  # pytorch#154976: it may hang while gloo tidies up
+        end = dist.destroy_process_group
+        dist.destroy_process_group = lambda *group: (time.sleep(0.2), end(*group))
     sys.argv = [script, *words]
     sys.path.insert(0, str(Path(script).parent))
     if Path(script).stem != "ddp_spawn":
