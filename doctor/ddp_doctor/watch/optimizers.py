@@ -61,7 +61,7 @@ def looks() -> bool:
     key, number = here()
     seen = OPT.epochs.get(key, [])
     if number not in seen and len(seen) > 1 and OPT.other[0] != (key, number):
-        OPT.other = (key, number), tuned() not in OPT.tuned  # in a later epoch
+        OPT.other = (key, number), tuned() not in OPT.tuned  # some were unfrozen
     if (number not in seen and len(seen) > 1 and not OPT.other[1]) or len(OPT.epochs) > 8:
         return False
     limit = FIRST if number in seen[:1] or not seen else SECOND
