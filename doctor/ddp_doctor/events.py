@@ -176,6 +176,17 @@ class After(Event):
     weights: Sums
 
 
+class Later(Place):
+    """The first step of a later pass, or the 32nd, 64th, 128th and so on, is about to be made."""
+
+    optimizer: int
+    order: int  # 0, or how many steps the optimizer has made
+    weights: Sums
+    options: list[dict[str, Any]]
+    scale: float
+    sync: bool  # whether the last forward pass through DDP is averaged
+
+
 class Clip(Place):
     """Gradients are clipped."""
 

@@ -8,7 +8,7 @@ from ddp_doctor.job import Event, Found, Job, differing, some
 
 
 def settings(job: Job) -> Iterator[Found]:
-    for rank, one, two in job.pairs("before"):
+    for rank, one, two in (*job.pairs("before"), *job.pairs("later")):
         scales = [{"GradScaler's scale": event["scale"]} for event in (one, two)]
         groups = [scales, *zip(one["options"], two["options"], strict=False)]
         for a, b in groups if not job.grouped else ():
@@ -60,6 +60,24 @@ def weights(job: Job) -> Iterator[Found]:
         remedy = "change none on one rank, and load the optimizer's state on all"
         yield told("weights", what, after, other, names, one, remedy)
         return
+    yield from later(job)
+
+
+def later(job: Job) -> Iterator[Found]:
+    """Weights that differ after the steps that are looked at, so without a cause."""
+    if not job.all("ddp") or "hook" in job.topology:
+        return
+    same = max((e["step"] for e in job.of(job.first, "after")), default=0)
+    for rank, one, two in sorted(job.pairs("later"), key=lambda pair: pair[1]["step"]):
+        if one["options"] != two["options"] or not one["sync"] or not two["sync"]:
+            return
+        if names := differing(one["weights"], two["weights"]):
+            what = f"the weights of ranks {job.first} and {rank} differ before step {one['step']}"
+            what += f", and were the same in step {same}"
+            remedy = "look for what one rank does and another does not between them"
+            yield told("weights", what, one["weights"], two["weights"], names, one, remedy)
+            return
+        same = one["step"]
 
 
 def copied(job: Job, step: int) -> bool:

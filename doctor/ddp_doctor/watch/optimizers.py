@@ -14,6 +14,7 @@ from ddp_doctor.watch.models import AFTER, LOOKS, MODAL, M
 from ddp_doctor.watch.note import begin, context, note
 
 FIRST, SECOND = 16, 8  # steps that are looked at, in the first and in the second epoch
+LATERS = 64  # steps of an optimizer in which only weights and options are compared
 OPTIONS = int | float | bool
 
 
@@ -28,6 +29,8 @@ class Own:
         self.state: tuple | None = None  # of that parameter's gradient, before a backward pass
         self.added = False  # whether a backward pass has changed it
         self.looked, self.order = False, 0
+        self.compared, self.place = False, (None, 0)  # without being looked at; the pass before it
+        self.laters = 0  # how many of these steps there were
 
 
 class Optimizers:
@@ -43,6 +46,7 @@ class Optimizers:
         self.syncs = self.backwards = 0  # what the models had made at the last step
         self.last = (None, 0), 0  # the pass of the last step, and its batches
         self.tuned: set[frozenset] = set()  # which parameters were trained together
+        self.held: set[int] = set()  # parameters that any optimizer had in a step
         self.other = (None, 0), False  # the present pass, and whether it trains others
         self.synced: dict[int, tuple] = {}  # gradients at the end of the last backward pass
 
@@ -66,11 +70,14 @@ def looks() -> bool:
         return False
     limit = FIRST if number in seen[:1] or not seen else SECOND
     made = [n for (k, i, _), n in OPT.orders.items() if (k, i) == (key, number)]
-    capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-    return max(made, default=0) < limit and not capturing
+    return max(made, default=0) < limit and not capturing()
 
 
 LOOKS.append(looks)
+
+
+def capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def tuned() -> frozenset:
@@ -165,6 +172,12 @@ def before(optimizer: Any) -> None:
         own.order = OPT.orders[key, number, own.number]
         OPT.tuned.add(tuned())
         note_before(optimizer, own)
+    first = here() != own.place  # step of a pass
+    own.compared = not own.looked and own.laters < LATERS and not capturing()
+    own.compared = own.compared and (first or not own.steps & (own.steps - 1))  # the 32nd, the 64th
+    own.place = here()
+    if own.compared:
+        note_later(optimizer, own, 0 if first else own.steps)
 
 
 @careful
@@ -177,6 +190,7 @@ def note_before(optimizer: Any, own: Own) -> None:
     inside = {id(p) for m in live for p in m.module.parameters()}
     first = {i: facts for m in live for i, facts in M.facts[m].items()}
     optimized = {id(p) for o in OPT.made for g in o.param_groups for p in g["params"]}
+    OPT.held |= optimized
     mine = {id(p) for p in graded.values()}
     both = [m.module for m in live if {id(p) for p in m.module.parameters()} & mine]
     asleep = [layer for m in both if not m.training for layer in m.modules()]
@@ -198,7 +212,7 @@ def note_before(optimizer: Any, own: Own) -> None:
         "moved": [n for n in moved if id(graded[n]) in first],
         "outside": [n for n, p in graded.items() if id(p) not in inside],
         "idle": [n for n, p in ours.items() if p.requires_grad and p.grad is None],
-        "lost": [n for n, p in tuned.items() if p.grad is not None and id(p) not in optimized],
+        "lost": [n for n, p in tuned.items() if p.grad is not None and id(p) not in OPT.held],
         "asleep": any(isinstance(layer, MODAL) for layer in asleep),
         "stale": bool(more and state(kept) and own.added and not own.zeroed),
         "incoming": [(i, grad / scale) for i, grad in losses.S.taken()],
@@ -220,6 +234,15 @@ def note_before(optimizer: Any, own: Own) -> None:
     some = next((p for p in graded_now if p.grad.any()), None)
     own.kept, own.zeroed, own.unzeroed = some if some is None else weakref.ref(some), False, 0
     own.added = False
+
+
+@careful
+def note_later(optimizer: Any, own: Own, order: int) -> None:
+    own.laters += 1
+    ours = {n: p for n, p in named(optimizer).items() if content.plain(p)}
+    facts = {"optimizer": own.number, "order": order, "weights": content.digest(ours)}
+    facts |= {"options": [*map(options, optimizer.param_groups[:8])], "scale": scaling.scale()}
+    note("later", **facts, sync=bool(M.syncs and M.syncs[-1]), where=where())
 
 
 def late(p: torch.Tensor, first: dict[int, tuple]) -> bool:

@@ -34,7 +34,7 @@ def before(optimizer: Any) -> None:
 def after(optimizer: Any) -> None:
     now, own = time.perf_counter(), OPT.own.of(optimizer)
     P.update += now - P.begun
-    if own.looked:
+    if own.looked or own.compared:
         P.started = None
     if own.number:
         return
@@ -43,7 +43,7 @@ def after(optimizer: Any) -> None:
         P.steps.append((now - P.started[0], loaders.L.waited - P.waited, P.update))
         if OPT.steps % 4 == 0:
             measured()
-    P.started = None if own.looked else (now, place)
+    P.started = None if own.looked or own.compared else (now, place)
     P.update, P.waited = 0.0, loaders.L.waited
     if OPT.steps % 64 == 0:
         told()
