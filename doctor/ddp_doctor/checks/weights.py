@@ -60,14 +60,13 @@ def weights(job: Job) -> Iterator[Found]:
         remedy = "change none on one rank, and load the optimizer's state on all"
         yield told("weights", what, after, other, names, one, remedy)
         return
-    yield from later(job)
+    yield from later(job, max((e["step"] for e in job.of(job.first, "after")), default=0))
 
 
-def later(job: Job) -> Iterator[Found]:
+def later(job: Job, same: int) -> Iterator[Found]:
     """Weights that differ after the steps that are looked at, so without a cause."""
     if not job.all("ddp") or "hook" in job.topology:
         return
-    same = max((e["step"] for e in job.of(job.first, "after")), default=0)
     for rank, one, two in sorted(job.pairs("later"), key=lambda pair: pair[1]["step"]):
         if one["options"] != two["options"] or not one["sync"] or not two["sync"]:
             return
