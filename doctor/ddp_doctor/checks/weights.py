@@ -65,7 +65,7 @@ def weights(job: Job) -> Iterator[Found]:
 
 def later(job: Job, same: int) -> Iterator[Found]:
     """Weights that differ after the steps that are looked at, so without a cause."""
-    if not job.all("ddp") or "hook" in job.topology:
+    if not job.all("ddp") or job.topology.keys() & {"hook", "join"}:
         return
     for rank, one, two in sorted(job.pairs("later"), key=lambda pair: pair[1]["step"]):
         if one["options"] != two["options"] or not one["sync"] or not two["sync"]:
