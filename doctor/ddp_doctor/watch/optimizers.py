@@ -173,8 +173,8 @@ def before(optimizer: Any) -> None:
         OPT.tuned.add(tuned())
         note_before(optimizer, own)
     first = here() != own.place  # step of a pass
-    own.compared = not own.looked and own.laters < LATERS and not capturing()
-    own.compared = own.compared and (first or not own.steps & (own.steps - 1))  # the 32nd, the 64th
+    due = first or not own.steps & (own.steps - 1)  # the 32nd, the 64th and so on
+    own.compared = due and not own.looked and own.laters < LATERS and not capturing()
     own.place = here()
     if own.compared:
         note_later(optimizer, own, 0 if first else own.steps)
